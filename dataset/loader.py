@@ -1,0 +1,192 @@
+"""Step -> micro-batches: which samples a rank trains on is a pure function of (seed, step, rank)."""
+
+import ctypes
+import functools
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+FEISTEL_ROUNDS = 8
+PR_SET_PDEATHSIG = 1
+
+
+class Samples(Protocol):
+    """What a loader needs of a data set: its rows by index, and how many tokens they train."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]: ...
+
+    def target_tokens(self, indices: np.ndarray) -> int: ...
+
+
+class StepBatch(NamedTuple):
+    """One rank's part of a step. first_sequences: the global position of each micro-batch's first sequence."""
+
+    micro_batches: list[dict[str, Tensor]]
+    first_sequences: list[int]
+    target_tokens: int
+    sample_ids: list[int]
+
+
+def shuffled(position: np.ndarray, length: int, seed: int) -> np.ndarray:
+    """Return the sample index at each position of an endless stream of epochs, each its own permutation.
+
+    position: (n,) int64, >= 0; epoch = position // length. Returns (n,) int64 in [0, length). Nothing is stored: a
+    Feistel network permutes the numbers below a power of four, and what falls outside [0, length) is permuted again
+    (cycle walking, Black and Rogaway 2002). Integer arithmetic only: the order depends on no library's version.
+    """
+    position = np.asarray(position, dtype=np.int64)
+    half_bits = np.uint64(max(1, ((length - 1).bit_length() + 1) // 2))
+    keys = _mix(_mix(np.full(position.shape, seed % 2**64, np.uint64)) + (position // length).astype(np.uint64))
+    index = (position % length).astype(np.uint64)
+    outside = np.arange(len(index))
+    while len(outside):
+        index[outside] = _feistel(index[outside], keys[outside], half_bits)
+        outside = outside[index[outside] >= np.uint64(length)]
+    return index.astype(np.int64)
+
+
+def _mix(value: np.ndarray) -> np.ndarray:
+    """Scramble uint64 values (the finaliser of splitmix64, Steele et al. 2014)."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def _feistel(value: np.ndarray, keys: np.ndarray, half_bits: np.uint64) -> np.ndarray:
+    mask = (np.uint64(1) << half_bits) - np.uint64(1)
+    left, right = value >> half_bits, value & mask
+    for _ in range(FEISTEL_ROUNDS):
+        keys = _mix(keys)
+        left, right = right, left ^ (_mix(keys ^ right) & mask)
+    return (left << half_bits) | right
+
+
+class StepLoader(Dataset):
+    """Serves one rank's micro-batches of any step.
+
+    A step's global batch is batch_size * world_size * accumulation consecutive positions of the shuffled stream; rank
+    r takes the block [r*B*A, (r+1)*B*A) of them, B per micro-batch. So the same samples in the same order make a
+    step however the global batch is split, and a step may span epochs: there is no short last one.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        seed: int,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        accumulation: int,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ):
+        if len(samples) == 0:
+            raise ValueError("there is no sample to train on")
+        self.samples = samples
+        self.seed = seed
+        self.rank = rank
+        self.batch_size = batch_size
+        self.accumulation = accumulation
+        self.global_batch = batch_size * world_size * accumulation
+        self.num_workers = num_workers
+        self.pin_memory = pin_memory
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, step: int) -> StepBatch:
+        return self.step_batch(step)
+
+    def step_batch(self, step: int) -> StepBatch:
+        """Return this rank's micro-batches of data step `step`: rows of `samples`, (B, T) each."""
+        block = self.batch_size * self.accumulation
+        first = step * self.global_batch + self.rank * block
+        indices = shuffled(np.arange(first, first + block), len(self.samples), self.seed)
+        starts = range(0, block, self.batch_size)
+        return StepBatch(
+            micro_batches=[self.samples.rows(indices[start : start + self.batch_size]) for start in starts],
+            first_sequences=[first + start for start in starts],
+            target_tokens=self.samples.target_tokens(indices),
+            sample_ids=indices.tolist(),
+        )
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Target tokens in one pass over the samples."""
+        return self.samples.target_tokens(np.arange(len(self.samples)))
+
+    def sample_ids(self, step: int) -> list[int]:
+        """Return the samples of data step `step` over all ranks, in order."""
+        first = step * self.global_batch
+        return shuffled(np.arange(first, first + self.global_batch), len(self.samples), self.seed).tolist()
+
+    def iterate(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        """Yield the batches of steps first_step .. last_step - 1, prepared ahead by the workers.
+
+        Start it in the main thread: on Linux the workers are killed when the thread that started them ends.
+        """
+        yield from DataLoader(
+            self,
+            batch_size=None,
+            sampler=range(first_step, last_step),
+            num_workers=self.num_workers,
+            multiprocessing_context="fork" if self.num_workers else None,
+            collate_fn=_as_it_is,
+            pin_memory=self.pin_memory,
+            worker_init_fn=functools.partial(_start_worker, os.getpid()),
+            # Its own generator: otherwise the loader draws from the global one and shifts what comes after.
+            generator=torch.Generator(),
+        )
+
+
+def _as_it_is(batch: StepBatch) -> StepBatch:
+    return batch
+
+
+def _start_worker(parent: int, worker_id: int) -> None:
+    """Let a loader worker live and die with its process alone."""
+    # A signal to the whole group is the main process's to answer: it still needs the workers to finish its step.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def num_eval_batches(samples: Samples, batch_size: int) -> int:
+    """Return into how many batches `eval_batches` cuts the samples, over all ranks."""
+    return -(-len(samples) // batch_size)
+
+
+def eval_batches(
+    samples: Samples, batch_size: int, rank: int, world_size: int
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield (batch index, rows) of this rank: batch b goes to rank b % world_size, every sample exactly once."""
+    for batch in range(rank, num_eval_batches(samples, batch_size), world_size):
+        yield batch, samples.rows(np.arange(batch * batch_size, min((batch + 1) * batch_size, len(samples))))
+
+
+class EvalLoader:
+    """One rank's share of the validation batches: every sample exactly once, over all ranks."""
+
+    def __init__(self, samples: Samples, *, batch_size: int, rank: int, world_size: int):
+        self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
+        self.batch_count = num_eval_batches(samples, batch_size)
+        self.target_tokens = samples.target_tokens(np.arange(len(samples)))
+        self.text_bytes = samples.text_bytes
+
+    def batches(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Yield (batch index, rows)."""
+        return eval_batches(self.samples, self.batch_size, self.rank, self.world_size)

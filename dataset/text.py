@@ -1,0 +1,94 @@
+"""Documents -> packed windows of ids, for pretraining and for its validation."""
+
+import hashlib
+import logging
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dataset.tokenizer import TextTokenizer
+from dataset.tokens import TokenStream, open_token_cache
+from model.gpt import IGNORE_INDEX
+
+log = logging.getLogger(__name__)
+
+
+class TextWindows:
+    """Non-overlapping windows over a token stream: window i reads ids i*T .. i*T+T and predicts each from those before.
+
+    Documents follow one another (BOS ids EOS), so windows are full and need no padding. Training leaves out the ids
+    after the last full window; with `keep_tail` (validation) a last, padded window predicts them, so that every id
+    but the very first is predicted exactly once.
+    """
+
+    def __init__(self, stream: TokenStream, max_seq_len: int, keep_tail: bool = False):
+        self.tokens = stream.tokens
+        self.max_seq_len = max_seq_len
+        self.documents = stream.documents
+        self.text_bytes = stream.text_bytes
+        self.fingerprint = hashlib.sha256(f"windows {stream.sha256} {max_seq_len} {keep_tail}".encode()).hexdigest()
+        predicted = len(stream.tokens) - 1
+        self._length = -(-predicted // max_seq_len) if keep_tail else predicted // max_seq_len
+        if self._length == 0:
+            raise ValueError(
+                f"{len(stream.tokens)} tokens in {stream.documents} documents do not fill one window of "
+                f"--max_seq_len {max_seq_len} + 1; give more data or a smaller --max_seq_len"
+            )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """Return `input_ids` and `targets`, each (n, T) int64, of these windows; the tail's padding is IGNORE_INDEX."""
+        length = self.max_seq_len
+        ids = np.zeros((len(indices), length + 1), dtype=np.int64)
+        targets = np.full((len(indices), length), IGNORE_INDEX, dtype=np.int64)
+        for row, index in enumerate(indices):
+            window = self.tokens[index * length : index * length + length + 1]
+            ids[row, : len(window)] = window
+            targets[row, : len(window) - 1] = window[1:]
+        # Touched pages of the file count as resident memory of this process until they are let go (they stay cached).
+        self.tokens._mmap.madvise(mmap.MADV_DONTNEED)
+        return {"input_ids": torch.from_numpy(ids[:, :-1].copy()), "targets": torch.from_numpy(targets)}
+
+    def target_tokens(self, indices: np.ndarray) -> int:
+        """Return how many ids these windows predict together."""
+        predicted = len(self.tokens) - 1
+        starts = np.asarray(indices, dtype=np.int64) * self.max_seq_len
+        return int(np.minimum(self.max_seq_len, predicted - starts).sum())
+
+
+def text_windows(
+    data_path: Sequence[str],
+    val_path: Sequence[str] | None,
+    val_fraction: float,
+    tokenizer: TextTokenizer,
+    max_seq_len: int,
+    cache_dir: Path,
+) -> tuple[TextWindows, TextWindows | None]:
+    """Return training windows and, from `val_path` or a share of the training files, validation windows.
+
+    Raises ValueError (DataError for bad lines) when the data cannot be used; see `open_token_cache`.
+    """
+    if val_path and val_fraction:
+        raise ValueError("--val_path and --val_fraction exclude each other; give one of them")
+    cache = open_token_cache(list(data_path), tokenizer, cache_dir, val_fraction)
+    val_stream = cache.val
+    if val_path:
+        val_stream = open_token_cache(list(val_path), tokenizer, cache_dir).train
+    train = TextWindows(cache.train, max_seq_len)
+    val = TextWindows(val_stream, max_seq_len, keep_tail=True) if val_stream else None
+    used = len(train) * max_seq_len
+    log.info(
+        "training data: %d documents, %d windows of %d; %.2f %% of %d tokens are used and no position is padding",
+        train.documents,
+        len(train),
+        max_seq_len,
+        100 * used / (len(train.tokens) - 1),
+        len(train.tokens),
+    )
+    return train, val

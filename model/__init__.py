@@ -1,0 +1,1 @@
+"""The decoder-only language model and its file format."""

@@ -1,0 +1,293 @@
+"""A transformers model folder (config.json and safetensors, Llama or Qwen3) to and from a GPT."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from model.gpt import GPT, GPTConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
+EMBEDDING = "model.embed_tokens.weight"
+
+REQUIRED_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+# What transformers assumes for a field that config.json leaves out: not our defaults, the folder is its format.
+FOREIGN_DEFAULTS = {
+    "llama": {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
+}
+
+# Fields that change the computation in a way GPT has no counterpart for, and the values that leave it alone.
+HARMLESS_VALUES = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "hidden_act": ("silu", "swish"),
+    "partial_rotary_factor": (1, None),
+    "quantization_config": (None,),
+    "num_experts": (0, 1, None),
+    "num_local_experts": (0, 1, None),
+    "use_moe": (False, None),
+}
+
+# These may differ between a model and the folder it takes weights from: no weight depends on them.
+FREE_FIELDS = ("dropout", "max_position_embeddings")
+
+
+def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names without the `module.` of DDP and the `_orig_mod.` of torch.compile, however they are nested."""
+    plain: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        short = ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+        if short in plain:
+            raise ValueError(f"two tensors are called {short!r} once wrapper prefixes are removed; keep one")
+        plain[short] = tensor
+    return plain
+
+
+def save_model_folder(
+    folder: Path,
+    config: GPTConfig,
+    state: Mapping[str, Tensor],
+    *,
+    bos_id: int = 1,
+    eos_id: int = 2,
+    pad_id: int = 0,
+    tokenizer_folder: Path | None = None,
+) -> None:
+    """Write config.json and model.safetensors so that transformers opens the folder as Llama or Qwen3.
+
+    state: a GPT's state dict, wrapped names allowed; its dtype is kept; a tied lm_head.weight is left out.
+    dropout is stored too, as an extra field that transformers ignores. Tensors that do not fit config are a
+    ValueError. Files are written in place: for an atomic save, give a temporary folder.
+    """
+    state = {name: tensor.detach() for name, tensor in plain_names(state).items()}
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    _check_shapes(config, {name: tuple(tensor.shape) for name, tensor in state.items()}, "the state to save")
+    described = {
+        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        **{field.name: getattr(config, field.name) for field in fields(config) if field.name != "qk_norm"},
+        # Newer transformers read rope_parameters, older ones and other engines rope_theta; without either the
+        # value is 10,000 in silence.
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "pad_token_id": pad_id,
+        "dtype": str(state[EMBEDDING].dtype).removeprefix("torch."),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    for name in TOKENIZER_FILES if tokenizer_folder else ():
+        if (tokenizer_folder / name).exists():
+            shutil.copyfile(tokenizer_folder / name, folder / name)
+
+
+def load_config(folder: Path) -> GPTConfig:
+    """The GPTConfig of a Llama or Qwen3 folder; anything a GPT cannot represent is a ValueError naming the field."""
+    path = folder / CONFIG_FILE
+    raw = _read_json(path)
+    kind = raw.get("model_type")
+    if not isinstance(kind, str) or kind not in FOREIGN_DEFAULTS:
+        raise ValueError(f"{path}: model_type is {kind!r}; only dense 'llama' and 'qwen3' models can be loaded")
+    missing = [name for name in REQUIRED_SIZES if raw.get(name) is None]
+    if missing:
+        raise ValueError(f"{path}: {', '.join(missing)} not given; the folder does not describe its model")
+    for name, harmless in HARMLESS_VALUES.items():
+        if raw.get(name, harmless[0]) not in harmless:
+            raise ValueError(f"{path}: {name} is {raw[name]!r}, which this model does not have; use a folder without")
+    _refuse_sliding_window(path, raw)
+    rope_theta = _rope_theta(path, raw)
+    values = {name: raw[name] for name in REQUIRED_SIZES}
+    for name, default in FOREIGN_DEFAULTS[kind].items():
+        values[name] = default if raw.get(name) is None else raw[name]
+    if values["num_key_value_heads"] is None:
+        values["num_key_value_heads"] = raw["num_attention_heads"]
+    try:
+        return GPTConfig(
+            **values,
+            rope_theta=rope_theta,
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            qk_norm=kind == "qwen3",
+            dropout=raw.get("dropout", 0.0),
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def load_model_folder(folder: Path) -> GPT:
+    """A GPT in float32, in training mode, with the folder's architecture and weights; strict, see load_weights_into."""
+    model = GPT(load_config(folder))
+    load_weights_into(model, folder)
+    return model
+
+
+def starting_model(
+    config: GPTConfig, *, from_weight: Path | None, checkpoint: Path | None, given: Mapping[str, object]
+) -> GPT:
+    """The model a run begins with: random weights of `config`, or the folder's weights and architecture.
+
+    checkpoint: where the run has one, its weights will be loaded over these, so only the architecture is taken.
+    given: sizes that the user asked for by name; one that disagrees with the folder is a ValueError.
+    """
+    if from_weight is None:
+        return GPT(config)
+    folder = checkpoint or from_weight
+    saved = replace(load_config(folder), dropout=config.dropout)
+    differing = [
+        f"--{name} is {getattr(saved, name)} there and {value} here"
+        for name, value in given.items()
+        if getattr(saved, name) != value
+    ]
+    if differing:
+        raise ValueError(f"{folder} holds another model: {'; '.join(differing)}; leave these options out")
+    model = GPT(saved)
+    if checkpoint is None:
+        load_weights_into(model, folder)
+    return model
+
+
+def load_weights_into(model: GPT, folder: Path) -> None:
+    """Copy the folder's weights into the model, every tensor or none.
+
+    A folder of another architecture, or with missing, unexpected or wrong-shaped tensors, is a ValueError. One
+    model.safetensors or the shards of model.safetensors.index.json; numbers are cast to the model's dtype.
+    """
+    saved = load_config(folder)
+    differing = [
+        f"{field.name} is {getattr(saved, field.name)} there and {getattr(model.config, field.name)} here"
+        for field in fields(saved)
+        if field.name not in FREE_FIELDS and getattr(saved, field.name) != getattr(model.config, field.name)
+    ]
+    if differing:
+        raise ValueError(f"{folder} holds another model: {'; '.join(differing)}")
+    try:
+        stored = _stored_tensors(folder)
+        spare_head = stored.pop("lm_head.weight", None) if saved.tie_word_embeddings else None
+        _check_shapes(saved, {name: shape for name, (_, shape) in stored.items()}, str(folder))
+        with torch.no_grad():
+            if spare_head is not None:
+                _check_tied(folder, spare_head[0], stored[EMBEDDING][0])
+            for name, parameter in model.named_parameters():
+                parameter.copy_(_read_tensor(stored[name][0], name))
+    except SafetensorError as error:
+        raise ValueError(f"{folder}: damaged safetensors file ({error}); copy or save it again") from None
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"{path}: cannot be read ({reason}); a transformers model folder is needed") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not valid JSON ({error}); copy or save the folder again") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: holds a JSON {type(raw).__name__}, not an object; copy or save the folder again")
+    return raw
+
+
+def _refuse_sliding_window(path: Path, raw: dict) -> None:
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        windowed = raw.get("use_sliding_window") not in (False, None)
+    else:
+        windowed = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+    if windowed:
+        raise ValueError(f"{path}: layer_types or use_sliding_window asks for sliding-window attention; not supported")
+
+
+def _rope_theta(path: Path, raw: dict) -> float:
+    """The RoPE base, in the order transformers looks for it; scaled or partial rotary positions are refused."""
+    nested = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(nested, dict) or any(isinstance(value, dict) for value in nested.values()):
+        raise ValueError(f"{path}: rope_parameters is {nested!r}; one flat object for all layers is supported")
+    kind = nested.get("rope_type", nested.get("type", "default"))
+    if kind != "default" or nested.get("partial_rotary_factor") not in (1, None):
+        raise ValueError(f"{path}: rope_parameters asks for {nested!r}; only unscaled, full rotation is supported")
+    given = [theta for theta in (nested.get("rope_theta"), raw.get("rope_theta")) if theta is not None]
+    if len(given) == 2 and given[0] != given[1]:
+        raise ValueError(f"{path}: rope_theta is given as {given[0]} and as {given[1]}; make the two places agree")
+    return given[0] if given else 10_000.0
+
+
+def _tensor_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: the single one, or the shards that the index names."""
+    if (folder / WEIGHTS_FILE).is_file():
+        return [folder / WEIGHTS_FILE]
+    if not (folder / INDEX_FILE).is_file():
+        raise ValueError(f"{folder}: neither {WEIGHTS_FILE} nor {INDEX_FILE}; save the model as safetensors")
+    weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{folder / INDEX_FILE}: no weight_map; copy or save the folder again")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ValueError(f"{folder / INDEX_FILE}: the shard {name!r} is not a file of this folder; copy it there")
+    return [folder / name for name in names]
+
+
+def _stored_tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    """Name -> file and shape of every tensor of a folder; reads headers only."""
+    stored: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for path in _tensor_files(folder):
+        with safe_open(path, framework="pt") as tensors:
+            for name in sorted(tensors.keys()):
+                part = tensors.get_slice(name)
+                if name in stored:
+                    raise ValueError(f"{folder}: {name} is in two shards; copy or save the folder again")
+                if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+                    raise ValueError(f"{path}: {name} is stored as {part.get_dtype()}; only float weights load")
+                stored[name] = (path, tuple(part.get_shape()))
+    return stored
+
+
+def _read_tensor(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as tensors:
+        return tensors.get_tensor(name)
+
+
+def _check_tied(folder: Path, head_path: Path, embedding_path: Path) -> None:
+    """Some writers store a tied head a second time; a copy that differs means that the folder is not tied."""
+    head, embedding = _read_tensor(head_path, "lm_head.weight"), _read_tensor(embedding_path, EMBEDDING)
+    if not torch.equal(head, embedding):
+        raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from {EMBEDDING}")
+
+
+def _check_shapes(config: GPTConfig, found: dict[str, tuple[int, ...]], where: str) -> None:
+    """Raise one ValueError that counts and names what is missing, unexpected or of another shape."""
+    with torch.device("meta"):
+        wanted = {name: tuple(tensor.shape) for name, tensor in GPT(config).state_dict().items()}
+    if config.tie_word_embeddings:
+        del wanted["lm_head.weight"]
+    wrong = {
+        "missing": [name for name in wanted if name not in found],
+        "unexpected": [name for name in found if name not in wanted],
+        "wrong-shaped": [
+            f"{name} {found[name]} instead of {wanted[name]}"
+            for name in wanted
+            if name in found and found[name] != wanted[name]
+        ],
+    }
+    if any(wrong.values()):
+        parts = [
+            f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+            for what, names in wrong.items()
+            if names
+        ]
+        raise ValueError(f"{where}: the tensors do not fit the model: {'; '.join(parts)}")

@@ -1,0 +1,137 @@
+"""What several test files need: a tiny model's options, texts of unequal length, runs on one and on N ranks."""
+
+import json
+import multiprocessing
+import os
+import random
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_pretrain
+from trainer.options import parse_options
+
+ROOT = Path(__file__).parent.parent
+SHARED_DATA = ROOT.parent / "shared" / "data"
+
+TINY = [
+    "--hidden_size", "64", "--num_hidden_layers", "2", "--num_attention_heads", "4", "--num_key_value_heads", "2",
+    "--max_seq_len", "32", "--batch_size", "2", "--num_workers", "0", "--device", "cpu", "--log_interval", "1",
+    "--learning_rate", "1e-3", "--lr_scaling", "none",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cores and several ranks: more threads only make the tests slower, and sums depend on their number."""
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(ROOT)
+
+
+def write_texts(path: Path, count: int, seed: int = 0) -> Path:
+    """A JSONL file of `count` texts of 3 to 60 words; each begins with its own number."""
+    draw = random.Random(seed)
+    words = "river stone green seven under light 山 水 the of and bread 人民 window north quick".split()
+    lines = [
+        {"text": f"line{number} " + " ".join(draw.choices(words, k=draw.randint(3, 60)))} for number in range(count)
+    ]
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """64 texts of very unequal length, about 100 sequences of 32 tokens."""
+    return write_texts(tmp_path / "texts.jsonl", 64)
+
+
+def train(*arguments: object) -> int:
+    """Run train_pretrain.py in this process; return its exit code."""
+    try:
+        train_pretrain.main(parse_options(train_pretrain.options(), [str(argument) for argument in arguments]))
+    except SystemExit as end:
+        return end.code or 0
+    return 0
+
+
+def curve(run_dir: Path) -> list[tuple]:
+    """(step, loss, grad norm, rate) of every logged step, at full precision."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    names = ("step", "loss", "grad_norm", "learning_rate")
+    return [tuple(line[name] for name in names) for line in lines if "loss" in line]
+
+
+def final_bytes(run_dir: Path) -> tuple[bytes, bytes]:
+    """Weights and optimizer state of the last checkpoint, as they stand on the disk."""
+    folder = sorted(run_dir.glob("step_*"))[-1]
+    return (folder / "model.safetensors").read_bytes(), (folder / "optimizer.safetensors").read_bytes()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody uses at this moment."""
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+class Peers:
+    """What a test function that runs on every rank gets: its rank, the world size, and a way to meet the others."""
+
+    def __init__(self, rank: int, world_size: int, barrier: object, ports: list[int]) -> None:
+        self.rank, self.world_size, self._barrier, self._ports = rank, world_size, barrier, list(ports)
+
+    def meet(self) -> None:
+        """Wait for the other ranks."""
+        self._barrier.wait(timeout=120)
+
+    def new_group(self) -> None:
+        """Make the next process group start on a port of its own."""
+        os.environ["MASTER_PORT"] = str(self._ports.pop())
+        self.meet()
+
+
+def _on_rank(rank: int, world_size: int, barrier: object, ports: list[int], errors: object, function, arguments) -> None:
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    try:
+        function(Peers(rank, world_size, barrier, ports), *arguments)
+    except BaseException:
+        errors.put(f"rank {rank}:\n{traceback.format_exc()}")
+        barrier.abort()
+        raise
+
+
+def on_ranks(world_size: int, function: Callable, *arguments: object) -> None:
+    """Run function(peers, *arguments) in `world_size` processes at once; fail with their tracebacks."""
+    context = multiprocessing.get_context("spawn")
+    barrier, errors = context.Barrier(world_size), context.Queue()
+    ports = free_ports(60)
+    processes = [
+        context.Process(target=_on_rank, args=(rank, world_size, barrier, ports, errors, function, arguments))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=400)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            errors.put("a rank did not end within 400 s")
+    messages = []
+    while not errors.empty():
+        messages.append(errors.get())
+    assert not messages, "\n".join(messages)
+    assert [process.exitcode for process in processes] == [0] * world_size

@@ -1,0 +1,58 @@
+"""Killed anywhere and started again, a run has the same curve and the same weights, bit for bit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TINY, Peers, curve, final_bytes, on_ranks, train, write_texts
+
+# Dropout on purpose: its masks must not depend on where a run was interrupted.
+EXACT = ["--dropout", 0.1, "--gradient_accumulation_steps", 2, "--checkpoint_interval", 1, "--keep_checkpoints", 999]
+
+
+def cut_back(finished: Path, to: Path, step: int) -> Path:
+    """A run folder as a SIGKILL right after the save of `step` leaves it: later lines logged, later saves lost."""
+    to.mkdir()
+    if step:
+        shutil.copytree(finished / f"step_{step:08d}", to / f"step_{step:08d}")
+    shutil.copy(finished / "metrics.jsonl", to)
+    return to
+
+
+def run_and_resume(peers: Peers | None, folder: Path, texts: Path, dtype: str, points: list[int] | None) -> None:
+    """Run straight through, then once from every point; each must give the same curve and final state."""
+    options = [*TINY, *EXACT, "--data_path", texts, "--cache_dir", folder / "cache", "--dtype", dtype, "--epochs", 3]
+    first = peers is None or peers.rank == 0
+
+    def run(out_dir: Path) -> None:
+        if peers:
+            peers.new_group()
+        assert train(*options, "--out_dir", out_dir) == 0
+
+    run(folder / "straight")
+    straight = curve(folder / "straight")
+    assert [point[0] for point in straight] == list(range(1, len(straight) + 1))
+    for step in range(1, len(straight)) if points is None else points:
+        resumed = folder / f"from_{step}"
+        if first:
+            cut_back(folder / "straight", resumed, step)
+        run(resumed)
+        if first:
+            assert curve(resumed) == straight, f"interrupted after step {step}"
+            assert final_bytes(resumed) == final_bytes(folder / "straight"), f"interrupted after step {step}"
+            shutil.rmtree(resumed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_step_of_three_epochs_is_a_point_to_resume_from(tmp_path: Path, dtype: str) -> None:
+    texts = write_texts(tmp_path / "texts.jsonl", 21)
+    run_and_resume(None, tmp_path, texts, dtype, points=None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_resume_exactly_in_mid_epoch_at_its_end_and_between(tmp_path: Path, world_size: int, dtype: str) -> None:
+    texts = write_texts(tmp_path / "texts.jsonl", 45)
+    on_ranks(world_size, run_and_resume, tmp_path, texts, dtype, [1, 4, 6, 9])

@@ -1,0 +1,124 @@
+"""Pretrain a GPT on plain text: `torchrun --nproc_per_node 8 train_pretrain.py`, or plain `python` for one process.
+
+Start the same command again after a crash, and it goes on where it was.
+"""
+
+import argparse
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+from dataset.loader import EvalLoader, StepLoader
+from dataset.text import text_windows
+
+from dataset.tokenizer import load_tokenizer, require_matching
+from model.gpt import GPTConfig
+from model.weights import save_model_folder, starting_model
+from trainer.checkpoint import resolve_weights
+from trainer.optim import adamw
+from trainer.options import (
+    MODEL_SIZES,
+    add_model_options,
+    add_rate_options,
+    add_run_options,
+    named,
+    new_parser,
+    parse_options,
+)
+from trainer.run import start_run
+
+
+def options() -> argparse.ArgumentParser:
+    """The options of this stage; edit the defaults, or give others on the command line."""
+    parser = new_parser(__doc__)
+    parser.add_argument(
+        "--data_path", nargs="+", default=["dataset/starter/pretrain.jsonl"], help='JSONL files, {"text": ...} a line'
+    )
+    parser.add_argument("--val_path", nargs="+", default=None, help="JSONL files to validate on")
+    parser.add_argument("--val_fraction", type=float, default=0.0, help="share of the texts to hold out for validation")
+    parser.add_argument("--cache_dir", default="out/cache", help="where the tokens of the data files are kept")
+    parser.add_argument("--tokenizer_path", default="model/tokenizer", help="folder with tokenizer.json")
+    parser.add_argument(
+        "--from_weight",
+        default="none",
+        help="start from a run's, checkpoint's or transformers folder; none: from random weights",
+    )
+    parser.add_argument("--epochs", type=float, default=1, help="passes over the data")
+    parser.add_argument("--max_steps", type=int, default=None, help="optimizer steps; wins over --epochs")
+    parser.add_argument(
+        "--batch_size", "--local_batch_size", type=int, default=64, help="sequences per process and micro-batch"
+    )
+    parser.add_argument(
+        "--gradient_accumulation_steps",
+        "--accumulation_steps",
+        type=int,
+        default=1,
+        help="micro-batches per step (4 helps on slow links)",
+    )
+    parser.add_argument(
+        "--learning_rate", "--base_lr", type=float, default=5e-4, help="rate at a global batch of --base_batch_size"
+    )
+    parser.add_argument(
+        "--warmup_steps",
+        "--warmup_iters",
+        type=int,
+        default=None,
+        help="steps of rising rate (none given: 3 %% of the run, at most 500)",
+    )
+    parser.add_argument("--weight_decay", type=float, default=0.1, help="AdamW's decay, on matrices only")
+    parser.add_argument("--grad_clip", type=float, default=1.0, help="largest gradient norm")
+    parser.add_argument("--max_seq_len", type=int, default=512, help="tokens per sequence")
+    add_model_options(parser, hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2)
+    add_rate_options(parser, base_batch_size=256, lr_scaling="linear", lr_schedule="cosine")
+    add_run_options(parser, out_dir="out/pretrain", checkpoint_interval=100, ddp_timeout=1800, ddp_bucket_cap_mb=25)
+    return parser
+
+
+def main(args: argparse.Namespace) -> None:
+    """Train until the steps are done or a signal asks to stop; raises SystemExit with the code that says which."""
+    with start_run(args, stage="pretrain") as run:
+        tokenizer = load_tokenizer(args.tokenizer_path)
+        windows, held_out = text_windows(
+            args.data_path, args.val_path, args.val_fraction, tokenizer, args.max_seq_len, Path(args.cache_dir)
+        )
+        model = starting_model(
+            GPTConfig(vocab_size=tokenizer.vocab_size, **named(args, MODEL_SIZES)),
+            from_weight=resolve_weights(args.from_weight),
+            checkpoint=run.checkpoint_folder(),
+            given=named(args, MODEL_SIZES & args.given),
+        )
+        require_matching(tokenizer, model.config.vocab_size, resolve_weights(args.from_weight))
+        share = {"rank": run.rank, "world_size": run.world_size, "batch_size": args.batch_size}
+        loader = StepLoader(
+            windows,
+            seed=args.seed,
+            accumulation=args.gradient_accumulation_steps,
+            num_workers=args.num_workers,
+            pin_memory=args.pin_memory and run.on_gpu,
+            **share,
+        )
+        backend = run.wrap(model, partial(adamw, weight_decay=args.weight_decay), args.grad_clip)
+        state = run.resume(
+            loader,
+            EvalLoader(held_out, **share) if held_out else None,
+            fingerprint={
+                "data": windows.fingerprint,
+                "tokenizer": tokenizer.fingerprint,
+                "model": dataclasses.asdict(model.config),
+            },
+            write_model=lambda folder, weights: save_model_folder(
+                folder, model.config, weights, tokenizer_folder=tokenizer.folder
+            ),
+        )
+        while run.continues(state):
+            step = run.next_step(state)
+            rate = backend.set_rate(run.rate(state.step))
+            loss = 0.0
+            for batch in backend.micro_batches(step):
+                loss += backend.backward(backend.loss_sum(batch) / step.target_tokens)
+            grad_norm = backend.step()
+            state = run.after_step(state, loss=loss, grad_norm=grad_norm, rate=rate)
+
+
+if __name__ == "__main__":
+    main(parse_options(options()))

@@ -1,0 +1,112 @@
+"""What a checkpoint remembers of the run that wrote it, and how a resumed run compares itself with that."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoint import read_json, write_json
+from trainer.ddp import Ranks
+
+# Options that may change over the life of a run and change its result: said aloud. Those of the fingerprint are
+# refused, and all others (logging, saving, workers, ...) are nobody's business.
+CHANGED_ALOUD = (
+    "learning_rate", "base_batch_size", "lr_scaling", "lr_schedule", "warmup_steps", "weight_decay", "grad_clip",
+    "epochs", "max_steps", "val_path", "val_fraction",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that resume needs beside weights and optimizer."""
+
+    step: int = 0  # optimizer steps done, so also the number of the next one
+    tokens: int = 0  # target tokens trained on
+    skipped_updates: int = 0  # steps whose update was not finite
+    best_step: int | None = None  # of the lowest validation loss
+    best_val_loss: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """Contents of state.json, with the fingerprint of manifest.json."""
+
+    state: TrainState
+    fingerprint: dict[str, object]
+    options: dict[str, object]
+    environment: dict[str, object]
+    step_seconds: float
+    save_seconds: float
+
+
+def environment(args: argparse.Namespace, ranks: Ranks) -> dict[str, object]:
+    """Everything that can change the bits of a result though data, model and options are the same."""
+    on_gpu = ranks.device.type == "cuda"
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(ranks.device) if on_gpu else ranks.device.type,
+        "kernels": torch.version.cuda if on_gpu else torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "world_size": ranks.world_size,
+        "batch_size": args.batch_size,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "dtype": args.dtype,
+        "compile": args.compile,
+        "activation_checkpointing": args.activation_checkpointing,
+        "deterministic": args.deterministic,
+    }
+
+
+def write_saved(folder: Path, saved: Saved) -> None:
+    """Write state.json into a checkpoint being built; the fingerprint goes into the manifest."""
+    record = dataclasses.asdict(saved)
+    del record["fingerprint"]
+    write_json(folder / "state.json", record)
+
+
+def read_saved(folder: Path) -> Saved:
+    """Read a checkpoint's record. Raises ValueError where a field is missing or unknown."""
+    record = read_json(folder / "state.json")
+    try:
+        state = TrainState(**record.pop("state"))
+        return Saved(state, read_json(folder / "manifest.json")["fingerprint"], **record)
+    except (TypeError, KeyError) as problem:
+        raise ValueError(f"{folder}/state.json was written by another version of this project: {problem}") from problem
+
+
+def refuse_changes(saved: dict[str, object], given: dict[str, object], folder: Path) -> None:
+    """Raise one ValueError naming every part of the fingerprint that differs, with saved and given value."""
+    differences = [f"{name}: {was!r} there, {now!r} here" for name, was, now in _differences(saved, given)]
+    if differences:
+        raise ValueError(
+            f"{folder} belongs to another run than this command asks for: {'; '.join(differences)}. Give the saved "
+            "values (the global batch is batch_size x ranks x accumulation), another --out_dir, or "
+            "--resume_from_checkpoint false to set the folder aside and start anew"
+        )
+
+
+def _differences(
+    saved: dict[str, object], given: dict[str, object], prefix: str = ""
+) -> list[tuple[str, object, object]]:
+    found = []
+    for name in sorted(saved.keys() | given.keys()):
+        was, now = saved.get(name), given.get(name)
+        if isinstance(was, dict) and isinstance(now, dict):
+            found += _differences(was, now, f"{prefix}{name}.")
+        elif was != now:
+            found.append((prefix + name, was, now))
+    return found
+
+
+def changes_to_mention(saved: Saved, options: dict[str, object], now: dict[str, object]) -> list[str]:
+    """Lines for what changed since the checkpoint: options with an effect, and whatever ends bit-exactness."""
+    lines = [
+        f"--{name} changed from {saved.options.get(name)} to {options.get(name)} at step {saved.state.step}"
+        for name in CHANGED_ALOUD
+        if saved.options.get(name) != options.get(name)
+    ]
+    changed = [f"{name} {was} -> {is_now}" for name, was, is_now in _differences(saved.environment, now)]
+    if changed:
+        lines.append(f"not bit-exact with the run so far: {', '.join(changed)}")
+    return lines

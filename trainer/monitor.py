@@ -1,0 +1,149 @@
+"""One fan-out for numbers over time: the console line, metrics.jsonl, and whatever sink joins them.
+
+A sink has `write(step, values)` and `close()`. One that fails is warned about once and dropped: a dead dashboard
+never kills a run.
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+log = logging.getLogger(__name__)
+
+
+class Metric(NamedTuple):
+    """What a number is. `reduction` says how the ranks' values became one."""
+
+    unit: str
+    reduction: str
+    help: str
+
+
+METRICS = {
+    "loss": Metric("nats per target token", "sum over ranks", "training loss of this step"),
+    "grad_norm": Metric("", "same on all ranks", "gradient norm before clipping"),
+    "learning_rate": Metric("", "same on all ranks", "rate of this step"),
+    "tokens": Metric("tokens", "sum over ranks", "target tokens trained on since the run began"),
+    "tokens_per_second": Metric("tokens/s", "sum over ranks", "target tokens per second since the last log line"),
+    "step_seconds": Metric("s", "rank 0", "mean duration of a step since the last log line"),
+    "skipped_updates": Metric("updates", "same on all ranks", "updates skipped for a non-finite loss or gradient"),
+    "val_loss": Metric("nats per target token", "sum over ranks", "loss on the validation texts"),
+    "val_bits_per_byte": Metric("bits per byte", "sum over ranks", "validation loss over the texts' UTF-8 bytes"),
+}
+
+
+class Sink(Protocol):
+    """Where numbers go."""
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Take the metrics of one step; names as in METRICS."""
+        ...
+
+    def close(self) -> None:
+        """Flush and let go."""
+        ...
+
+
+class Jsonl:
+    """One JSON object a line, full precision, flushed at once: {"step": 10, "loss": ...}; null where not finite."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a", encoding="utf-8")
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Append one line."""
+        numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **numbers}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Console:
+    """MiniMind's log line with fields appended; users paste it into issues, so its shape stays."""
+
+    def __init__(self, total_steps: int, epoch_of: Callable[[int], tuple[int, int]]) -> None:
+        self.total_steps, self.epoch_of = total_steps, epoch_of
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Log one line for a step, or one for a validation."""
+        if "val_loss" in values:
+            extra = f" bits per byte:{values['val_bits_per_byte']:.4f}" if "val_bits_per_byte" in values else ""
+            log.info("validation after step %d: loss:%.4f%s", step, values["val_loss"], extra)
+            return
+        epoch, epochs = self.epoch_of(step)
+        minutes = (self.total_steps - step) * values.get("step_seconds", 0.0) / 60
+        log.info(
+            "Epoch:[%d/%d](%d/%d) loss:%.3f lr:%.12f epoch_Time:%.1fmin: grad_norm:%.3f tokens/s:%.0f",
+            epoch, epochs, step, self.total_steps, values["loss"], values["learning_rate"], minutes,
+            values["grad_norm"], values.get("tokens_per_second", 0.0),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class Monitor:
+    """Hands values to every sink, and keeps events.jsonl, the history of what happened to the run."""
+
+    def __init__(self, run_dir: Path | None) -> None:
+        """run_dir: None on every rank but the first, which then keeps silent."""
+        self.run_dir = run_dir
+        self.sinks: list[Sink] = []
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Give one step's metrics to the sinks. Raises KeyError for a name that METRICS does not declare."""
+        for name in values:
+            METRICS[name]
+        for sink in list(self.sinks):
+            # A sink may fail in any way it likes: it is somebody's network, disk or library.
+            try:
+                sink.write(step, values)
+            except Exception as problem:
+                log.warning("%s failed and is switched off, training goes on: %s", type(sink).__name__, problem)
+                self.sinks.remove(sink)
+
+    def event(self, kind: str, **details: object) -> None:
+        """Append one line to events.jsonl: what happened, when (Unix seconds), and its details."""
+        if self.run_dir is None:
+            return
+        try:
+            with open(self.run_dir / "events.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps({"time": time.time(), "event": kind, **details}, ensure_ascii=False) + "\n")
+        except OSError as problem:
+            log.warning("event %s %s could not be written: %s", kind, details, problem)
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self.sinks:
+            sink.close()
+        self.sinks = []
+
+
+def cut_metrics(path: Path, last_step: int) -> None:
+    """Drop the lines of metrics.jsonl past `last_step`: a resumed run writes them again.
+
+    A last line that a crash cut short belongs to those. Atomic; the other lines keep their bytes.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            if line.endswith("\n") and json.loads(line)["step"] <= last_step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            log.warning("%s: dropping an unreadable line: %.80r", path, line)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

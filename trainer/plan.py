@@ -1,0 +1,80 @@
+"""How many steps, on which batch, at which rate: all that is known before the first step."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainer.optim import default_warmup, rate_share, scaled_rate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The arithmetic of a run. Raises ValueError where the data do not fill one step."""
+
+    samples: int  # sequences in the data
+    tokens_per_epoch: int  # target tokens in the data
+    max_seq_len: int
+    world_size: int
+    batch_size: int  # sequences per rank and micro-batch
+    accumulation: int  # micro-batches per step
+    epochs: float
+    max_steps: int | None
+    learning_rate: float
+    base_batch_size: int
+    lr_scaling: str
+    lr_schedule: str
+    warmup_steps: int | None
+
+    def __post_init__(self) -> None:
+        if self.max_steps is None and self.samples * self.epochs < self.global_batch:
+            raise ValueError(
+                f"the data give {self.samples} sequences of {self.max_seq_len} tokens, times {self.epochs:g} epochs less "
+                f"than one step of {self.global_batch} sequences; lower --batch_size or --gradient_accumulation_steps, "
+                "raise --epochs, or set --max_steps"
+            )
+        if self.warmup_steps is None:
+            object.__setattr__(self, "warmup_steps", default_warmup(self.total_steps, self.lr_schedule))
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences per optimizer step, over all ranks."""
+        return self.batch_size * self.world_size * self.accumulation
+
+    @property
+    def total_steps(self) -> int:
+        """max_steps, or enough to see every sample `epochs` times: the last step runs into the next epoch."""
+        return self.max_steps or math.ceil(self.samples * self.epochs / self.global_batch)
+
+    @property
+    def peak_rate(self) -> float:
+        """The rate after warm-up, scaled to the global batch."""
+        return scaled_rate(self.learning_rate, self.global_batch, self.base_batch_size, self.lr_scaling)
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step: a function of its number, the total and the options."""
+        return self.peak_rate * rate_share(step, self.total_steps, self.warmup_steps, self.lr_schedule)
+
+    def epoch_of(self, step: int) -> tuple[int, int]:
+        """(epoch that the step ends in, epochs of the run), counted from 1."""
+
+        def after(steps: int) -> int:
+            return (steps * self.global_batch - 1) // self.samples + 1
+
+        return after(max(step, 1)), after(self.total_steps)
+
+    def lines(self) -> Iterator[str]:
+        """The derivations, for the start of a log."""
+        yield (
+            f"global batch {self.global_batch} sequences = {self.batch_size} per micro-batch x {self.world_size} ranks "
+            f"x {self.accumulation} accumulated"
+        )
+        yield (
+            f"peak rate {self.peak_rate:.6g} = {self.learning_rate:.6g} scaled '{self.lr_scaling}' from "
+            f"{self.base_batch_size} to {self.global_batch} sequences; {self.lr_schedule} schedule, "
+            f"{self.warmup_steps} warm-up steps"
+        )
+        useful = self.tokens_per_epoch / (self.samples * self.max_seq_len)
+        yield (
+            f"{self.samples:,} sequences with {self.tokens_per_epoch:,} target tokens an epoch ({useful:.1%} of what is "
+            f"computed on); {self.total_steps:,} steps = {self.total_steps * self.global_batch / self.samples:.2f} epochs"
+        )

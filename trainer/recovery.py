@@ -1,0 +1,50 @@
+"""What a run does when it is told to stop."""
+
+import os
+import signal
+from types import FrameType
+
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+# torchrun gives its ranks this long between SIGTERM and SIGKILL unless told otherwise.
+TORCHRUN_GRACE_SECONDS = 30.0
+
+
+class StopFlag:
+    """Remembers that a stop signal came; the training loop asks at the end of each step.
+
+    Installed only once training starts: before the first step there is nothing to save, and the default action ends
+    a process at once even where it waits inside a native call (a rendezvous, a file system).
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._previous: dict[int, object] = {}
+
+    def install(self) -> None:
+        """Take over the stop signals. An ignored SIGHUP (nohup) stays ignored."""
+        for name in STOP_SIGNALS:
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._remember)
+
+    def restore(self) -> None:
+        """Give the signals back to whoever had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+
+
+def stop_budget(step_seconds: float, save_seconds: float) -> tuple[str, bool]:
+    """What a stop takes, measured, against the grace that it gets; and whether that is tight (less than twice)."""
+    needed = step_seconds + save_seconds
+    line = f"a stop takes up to {needed:.1f} s (step {step_seconds:.1f} s + save {save_seconds:.1f} s)"
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return f"{line}; only the scheduler's grace period limits it", False
+    grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_GRACE_SECONDS))
+    line = f"{line}; the launcher kills after {grace:.0f} s"
+    if needed * 2 > grace:
+        return f"{line}: too tight, start with python -m scripts.launch or set TORCH_ELASTIC_SHUTDOWN_TIMEOUT", True
+    return line, False

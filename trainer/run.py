@@ -1,0 +1,340 @@
+"""start_run(): composes the parts of trainer/ into the handful of verbs that a training script reads like."""
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainer import lineage
+from trainer.backends import Backend, Step, build_backend
+from trainer.checkpoint import step_folders, write_json
+from trainer.ddp import Ranks, find_ranks
+from trainer.evaluation import Validation, evaluate
+from trainer.lineage import TrainState
+from trainer.monitor import Console, Jsonl, Monitor
+from trainer.ownership import Owner, OwnershipLost, claim, claim_anew, die_with_parent, leave
+from trainer.plan import Plan
+from trainer.profiling import StepClock
+from trainer.recovery import StopFlag
+from trainer.snapshots import Snapshots
+
+DONE, STOPPED, HOPELESS = 0, 75, 78  # sysexits.h: EX_OK, EX_TEMPFAIL, EX_CONFIG
+
+log = logging.getLogger(__name__)
+
+
+class StepBatch(Protocol):
+    """One rank's part of a step, on the host."""
+
+    micro_batches: list[dict[str, Tensor]]
+    first_sequences: list[int]  # position of each micro-batch's first sequence in the whole run
+    target_tokens: int
+
+
+class Loader(Protocol):
+    """Gives a rank its part of any step; what a step holds depends on its number alone."""
+
+    batch_size: int
+    accumulation: int
+    tokens_per_epoch: int
+
+    def __len__(self) -> int:
+        """Sequences in the data."""
+        ...
+
+    def iterate(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        """Yield this rank's part of the steps first_step .. last_step - 1."""
+        ...
+
+    def sample_ids(self, step: int) -> list[int]:
+        """The samples of a whole step, over all ranks."""
+        ...
+
+
+class Pending:
+    """A finished step whose numbers are on their way to the host."""
+
+    def __init__(self, state: TrainState, rate: float, loss: Tensor, grad_norm: Tensor) -> None:
+        self.step, self.tokens, self.rate = state.step, state.tokens, rate
+        values = torch.stack([loss, grad_norm])
+        self._values = values.to("cpu", non_blocking=True)
+        self._ready = torch.cuda.Event() if values.device.type == "cuda" else None
+        if self._ready:
+            self._ready.record()
+
+    def read(self) -> tuple[float, float]:
+        """This rank's part of the loss, and the gradient norm; waits where the device is more than a step behind."""
+        if self._ready:
+            self._ready.synchronize()
+        loss, grad_norm = self._values.tolist()
+        return loss, grad_norm
+
+
+@contextlib.contextmanager
+def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
+    """Own out_dir, set up logging, seeds and ranks; in the end leave with the code that says what happened.
+
+    0: all steps are done. 75: stopped by a signal and saved, start again to go on. 78: trying again cannot help
+    (a wrong option, bad data, a folder in use). Rank 0 writes the code to out_dir/exit.json. An error of ours ends
+    with its traceback and code 1, without meeting the other ranks: they may be inside a collective.
+    """
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    run, code, reason = None, 1, "ended by an error; its traceback is on stderr"
+    try:
+        run = Run(args, stage)
+        yield run
+        code, reason = run.outcome()
+        run.ranks.disconnect()
+    except OwnershipLost as problem:
+        log.error("%s", problem)
+        run.owner, code, reason = None, HOPELESS, str(problem)
+    except ValueError as problem:
+        if run is not None and run.training:
+            raise
+        log.error("%s", problem)
+        code, reason = HOPELESS, str(problem)
+    finally:
+        if run is not None:
+            run.close(code, reason)
+    leave(code)
+    if code:
+        raise SystemExit(code)
+
+
+class Run:
+    """One training run as this rank takes part in it."""
+
+    def __init__(self, args: argparse.Namespace, stage: str) -> None:
+        self.args, self.stage, self.dir = args, stage, Path(args.out_dir)
+        self.training = self._stopping = False
+        self.ranks: Ranks = find_ranks(args.device)
+        self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
+        self.on_gpu = self.ranks.device.type == "cuda"
+        # A rank that torchrun restarts must not set aside what its predecessor has just saved.
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        self.resumes = args.resume_from_checkpoint or restarted
+        self.owner: Owner | None = None
+        if self.ranks.is_first:
+            self.owner = claim(self.dir) if self.resumes else claim_anew(self.dir)
+            for note in args.notes:
+                log.warning("%s", note)
+        self.monitor = Monitor(self.dir if self.ranks.is_first else None)
+        self.stop = StopFlag()
+        torch.manual_seed(args.seed)
+        if args.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+
+    def checkpoint_folder(self) -> Path | None:
+        """The newest checkpoint of this run, not yet verified; None before the first."""
+        folders = step_folders(self.dir) if self.resumes else []
+        return folders[-1] if folders else None
+
+    def wrap(
+        self, model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], grad_clip: float
+    ) -> Backend:
+        """Start the process group and put the model behind the back end.
+
+        The group starts here, not earlier, so that building a token cache for an hour trips no timeout. The optimizer
+        comes as a function, because a back end may replace the parameters first.
+        """
+        args = self.args
+        self.ranks.connect(args.ddp_timeout)
+        model.activation_checkpointing = args.activation_checkpointing
+        self.backend = build_backend(
+            "ddp",
+            model,
+            make_optimizer,
+            self.ranks,
+            dtype=args.dtype,
+            grad_clip=grad_clip,
+            seed=args.seed,
+            compile=args.compile,
+            bucket_cap_mb=args.ddp_bucket_cap_mb,
+            find_unused_parameters=args.find_unused_parameters,
+        )
+        return self.backend
+
+    def resume(
+        self,
+        loader: Loader,
+        validation: Validation | None,
+        *,
+        fingerprint: dict[str, object],
+        write_model: Callable[[Path, dict[str, Tensor]], None],
+    ) -> TrainState:
+        """Go on from the newest valid checkpoint of out_dir, or start at step 0; print what the run will be.
+
+        fingerprint: what must not change over the life of the run (data, tokenizer, model, ...); the seed and the
+        global batch join it here. write_model(folder, weights) writes the model's part of a checkpoint.
+        """
+        args = self.args
+        self.loader, self.validation = loader, validation
+        names = ("max_seq_len", "epochs", "max_steps", "learning_rate", "base_batch_size", "lr_scaling", "lr_schedule")
+        self.plan = Plan(
+            samples=len(loader),
+            tokens_per_epoch=loader.tokens_per_epoch,
+            world_size=self.world_size,
+            batch_size=loader.batch_size,
+            accumulation=loader.accumulation,
+            warmup_steps=args.warmup_steps,
+            **{name: getattr(args, name) for name in names},
+        )
+        self.snapshots = Snapshots(
+            self.dir,
+            self.ranks,
+            self.owner,
+            self.monitor,
+            keep=args.keep_checkpoints,
+            fingerprint={
+                "stage": self.stage,
+                "seed": args.seed,
+                "global_batch": self.plan.global_batch,
+                "max_seq_len": args.max_seq_len,
+                **fingerprint,
+            },
+            options={k: v for k, v in vars(args).items() if k not in ("given", "notes", "command")},
+            environment=lineage.environment(args, self.ranks),
+            write_model=write_model,
+        )
+        state = self.snapshots.restore(self.backend)
+        if self.ranks.is_first:
+            self._announce(state)
+        self._begin(state)
+        return state
+
+    def _announce(self, state: TrainState) -> None:
+        """Write down the options, open the sinks, and say what is about to happen."""
+        plan, environment, parameters = self.plan, self.snapshots.environment, self.backend.parameter_count
+        group = f"DistributedDataParallel over {self.world_size} ranks" if self.world_size > 1 else "one process"
+        log.info("run %s: %s on %s, %s", self.dir, group, environment["device"], self.args.dtype)
+        for line in plan.lines():
+            log.info("%s", line)
+        # Weights and AdamW's two moments, 4 bytes each.
+        log.info("%s parameters; a checkpoint takes about %.0f MB", f"{parameters:,}", parameters * 12 / 1e6)
+        if state.step >= plan.total_steps:
+            log.info("already finished at step %d; raise --epochs or --max_steps to go on", state.step)
+        elif state.step:
+            log.info("going on after step %d of %d", state.step, plan.total_steps)
+        write_json(self.dir / "options.json", self.snapshots.options)
+        self.monitor.sinks = [Jsonl(self.dir / "metrics.jsonl"), Console(plan.total_steps, plan.epoch_of)]
+        kind = "resumed" if state.step else "started"
+        self.monitor.event(kind, step=state.step, command=self.args.command, environment=environment)
+
+    def _begin(self, state: TrainState) -> None:
+        """Arm the signals and fetch the first step."""
+        self.stop.install()
+        self.training = True
+        self._step, self._pending = state.step, None
+        self._batches = self.loader.iterate(state.step, self.plan.total_steps)
+        if self.continues(state):
+            self._batch = next(self._batches)
+            (self._target_tokens,) = self.ranks.sum([self._batch.target_tokens])
+        self.clock = StepClock()
+
+    def continues(self, state: TrainState) -> bool:
+        """Whether steps remain and no rank was told to stop."""
+        return state.step < self.plan.total_steps and not self._stopping
+
+    def next_step(self, state: TrainState) -> Step:
+        """This rank's part of the next step; its target tokens are those of all ranks."""
+        batch = self._batch
+        return Step(state.step, batch.micro_batches, batch.first_sequences, int(self._target_tokens))
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step."""
+        return self.plan.rate(step)
+
+    def after_step(self, state: TrainState, *, loss: Tensor, grad_norm: Tensor, rate: float) -> TrainState:
+        """Count the step and agree with the other ranks; log, validate and save where that is due.
+
+        The one small all-reduce carries the next step's tokens, the stop flag, and the numbers of the step *before*
+        this one, which have reached the host by now: the loop never waits for the device, except to save.
+        """
+        tokens = int(self._target_tokens)
+        self.clock.count(tokens)
+        state = dataclasses.replace(state, step=state.step + 1, tokens=state.tokens + tokens)
+        done = Pending(state, rate, loss, grad_norm)
+        self._batch = next(self._batches, None)
+        coming = self._batch.target_tokens if self._batch else 0
+        state, (self._target_tokens, stops) = self._agree(state, [coming, float(self.stop.received is not None)])
+        self._pending, self._step, self._stopping = done, state.step, stops > 0
+
+        last = state.step == self.plan.total_steps
+        evaluates = self.validation is not None and (last or is_due(state.step, self.args.eval_interval))
+        saves = last or self._stopping or is_due(state.step, self.args.checkpoint_interval)
+        if evaluates or saves:
+            # The curve up to here must be on the disk before a checkpoint says that it is.
+            state, _ = self._agree(state, [])
+            with self.clock.paused():
+                if evaluates:
+                    state = self._evaluate(state)
+                if saves or state.best_step == state.step:
+                    self.snapshots.save(self.backend, state, self.clock.step_seconds)
+        return state
+
+    def _agree(self, state: TrainState, values: list[float]) -> tuple[TrainState, list[float]]:
+        """Sum values over the ranks, and settle the pending step with the same collective."""
+        pending, self._pending = self._pending, None
+        loss, grad_norm = pending.read() if pending else (0.0, 0.0)
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        # A loss that is not finite is sent as zero: the flag beside it says enough.
+        *values, loss, unfinite = self.ranks.sum([*values, loss if finite else 0.0, float(not finite)])
+        if pending is None:
+            return state, values
+        if unfinite:
+            state = dataclasses.replace(state, skipped_updates=state.skipped_updates + 1)
+            ids = self.loader.sample_ids(pending.step - 1)
+            self.monitor.event("skipped_update", step=pending.step, sample_ids=ids)
+            if self.ranks.is_first:
+                log.warning("step %d: loss or gradient not finite, update skipped; samples %s", pending.step, ids)
+        last = pending.step == self.plan.total_steps
+        if self.ranks.is_first and (last or is_due(pending.step, self.args.log_interval)):
+            numbers = {
+                "loss": math.nan if unfinite else loss,
+                "grad_norm": grad_norm,
+                "learning_rate": pending.rate,
+                "tokens": pending.tokens,
+                "skipped_updates": state.skipped_updates,
+            }
+            self.monitor.write(pending.step, numbers | self.clock.lap())
+        return state, values
+
+    def _evaluate(self, state: TrainState) -> TrainState:
+        result = evaluate(self.backend.module, self.backend.loss_sum, self.validation, self.ranks.sum)
+        if self.ranks.is_first:
+            self.monitor.write(state.step, result)
+        if state.best_val_loss is None or result["val_loss"] < state.best_val_loss:
+            state = dataclasses.replace(state, best_step=state.step, best_val_loss=result["val_loss"])
+        return state
+
+    def outcome(self) -> tuple[int, str]:
+        """Exit code and reason once the loop has ended."""
+        if self._stopping and self._step < self.plan.total_steps:
+            return STOPPED, f"stopped by {self.stop.received or 'a signal to another rank'} after step {self._step}"
+        return DONE, f"all {self.plan.total_steps} steps are done"
+
+    def close(self, code: int, reason: str) -> None:
+        """Write exit.json and give everything back, in reverse."""
+        self.stop.restore()
+        self.monitor.close()
+        if self.owner is not None:
+            self.monitor.event("ended", code=code, reason=reason)
+            with contextlib.suppress(OSError):
+                write_json(self.dir / "exit.json", {"code": code, "reason": reason})
+            log.info("%s (exit code %d)", reason, code)
+            self.owner.release()
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Whether something that happens every `interval` steps happens after this one; 0 means never."""
+    return interval > 0 and step % interval == 0
