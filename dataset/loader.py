@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -136,6 +137,8 @@ class StepLoader(Dataset):
 
         Start it in the main thread: on Linux the workers are killed when the thread that started them ends.
         """
+        if self.num_workers:
+            _allow_open_files(65536)
         yield from DataLoader(
             self,
             batch_size=None,
@@ -152,6 +155,15 @@ class StepLoader(Dataset):
 
 def _as_it_is(batch: StepBatch) -> StepBatch:
     return batch
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise this process's limit of open files towards `count`, as far as it may."""
+    # Every tensor on its way from a worker holds a descriptor: accumulation 64 passes the usual limit of 1024.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _start_worker(parent: int, worker_id: int) -> None:

@@ -45,15 +45,15 @@ class TextWindows:
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         """Return `input_ids` and `targets`, each (n, T) int64, of these windows; the tail's padding is IGNORE_INDEX."""
         length = self.max_seq_len
-        ids = np.zeros((len(indices), length + 1), dtype=np.int64)
+        input_ids = np.zeros((len(indices), length), dtype=np.int64)
         targets = np.full((len(indices), length), IGNORE_INDEX, dtype=np.int64)
         for row, index in enumerate(indices):
             window = self.tokens[index * length : index * length + length + 1]
-            ids[row, : len(window)] = window
+            input_ids[row, : len(window) - 1] = window[:-1]
             targets[row, : len(window) - 1] = window[1:]
         # Touched pages of the file count as resident memory of this process until they are let go (they stay cached).
         self.tokens._mmap.madvise(mmap.MADV_DONTNEED)
-        return {"input_ids": torch.from_numpy(ids[:, :-1].copy()), "targets": torch.from_numpy(targets)}
+        return {"input_ids": torch.from_numpy(input_ids), "targets": torch.from_numpy(targets)}
 
     def target_tokens(self, indices: np.ndarray) -> int:
         """Return how many ids these windows predict together."""

@@ -124,12 +124,12 @@ def text_of_line(line: bytes) -> str:
     except RecursionError:
         raise ValueError("not JSON (nested too deeply)") from None
     if not isinstance(record, dict):
-        raise ValueError(f"a JSON {_JSON_TYPES[type(record)]}, not an object with a text")
+        raise ValueError(f"{_JSON_TYPES[type(record)]}, not an object with a text")
     if "text" not in record:
         raise ValueError('no "text" key')
     text = record["text"]
     if not isinstance(text, str):
-        raise ValueError(f'"text" is a {_JSON_TYPES[type(text)]}, not a string')
+        raise ValueError(f'"text" is {_JSON_TYPES[type(text)]}, not a string')
     if not text.strip():
         raise ValueError('"text" is empty')
     try:
@@ -149,8 +149,8 @@ def _refuse_constant(name: str) -> None:
 
 
 _JSON = json.JSONDecoder(parse_constant=_refuse_constant)
-_JSON_TYPES = {dict: "object", list: "list", str: "string", int: "number", float: "number", bool: "boolean"}
-_JSON_TYPES[type(None)] = "null"
+_JSON_TYPES = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
+_JSON_TYPES |= {dict: "an object", type(None): "null"}
 
 
 def _check_inputs(paths: list[str], val_fraction: float) -> None:
@@ -215,9 +215,8 @@ def _naming_cache_dir(cache_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
         raise ValueError(
-            f"--cache_dir {cache_dir}: the token cache cannot be written ({reason}); name a local folder that is "
+            f"--cache_dir {cache_dir}: the token cache cannot be written ({error}); name a local folder that is "
             "writable and has room for about the size of the data files"
         ) from error
 

@@ -3,7 +3,7 @@
     python -m scripts.train_tokenizer --data_path a.jsonl b.jsonl --out_dir out/tokenizer
 
 The same files in the same order give the same bytes. Lines are {"text": "..."} or
-{"conversations": [{"role": ..., "content": "...", ...}, ...]}; every string of a message but its role is read.
+{"conversations": [{"role": ..., "content": "...", ...}, ...]}; all strings but the role are read.
 
 model/tokenizer was trained on 15 MB of Chinese and English web, law, poetry and manual text and 8 MB of
 conversations: 3.28 bytes per token on either (MiniMind's own vocabulary: 2.86 and 3.01).
@@ -101,7 +101,7 @@ def train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         found = tokenizer.get_vocab_size()
-        raise ValueError(f"the texts give {found} entries, --vocab_size asks for {vocab_size}; give more text")
+        raise ValueError(f"the text gives {found} entries, --vocab_size asks for {vocab_size}; give more")
     return tokenizer
 
 
@@ -143,7 +143,7 @@ def count_bytes_and_tokens(tokenizer: Tokenizer, texts: Iterator[str], batch: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data_path", nargs="+", type=Path, required=True, help="JSONL files")
     parser.add_argument("--out_dir", type=Path, required=True, help="folder for the two files")
     parser.add_argument("--vocab_size", type=int, default=6400)

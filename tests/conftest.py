@@ -99,7 +99,9 @@ class Peers:
         self.meet()
 
 
-def _on_rank(rank: int, world_size: int, barrier: object, ports: list[int], errors: object, function, arguments) -> None:
+def _on_rank(
+    rank: int, world_size: int, barrier: object, ports: list[int], errors: object, function, arguments
+) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": "1",

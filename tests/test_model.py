@@ -186,6 +186,16 @@ def test_a_large_loss_scale_does_not_overflow_half_precision_gradients():
     torch.testing.assert_close(hidden.grad.float(), exact.grad, rtol=1e-2, atol=10)
 
 
+def test_token_losses_of_bfloat16_logits_are_not_rounded_to_bfloat16():
+    torch.manual_seed(0)
+    hidden, weight, targets = torch.randn(8, 16).bfloat16(), torch.randn(97, 16).bfloat16(), random_ids(1, 8)[0]
+    for row in range(8):
+        logits = (hidden[row : row + 1] @ weight.T).double()
+        wanted = F.cross_entropy(logits, targets[row : row + 1])
+        got = cross_entropy_sum(hidden[row : row + 1], weight, targets[row : row + 1])
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_division_by_the_token_count_is_not_rounded_in_bfloat16():
     torch.manual_seed(0)
     hidden = torch.randn(8, 16, dtype=torch.bfloat16, requires_grad=True)

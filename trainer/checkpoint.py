@@ -50,8 +50,12 @@ def write_checkpoint(
         write_json(temporary / MANIFEST, manifest)
         before_commit()
         _put_in_place(temporary, target)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        # safetensors wraps the errors of the file system; callers tell a full disk from a bug by OSError.
+        code = re.search(r"\(os error (\d+)\)", str(error)) if isinstance(error, SafetensorError) else None
+        if code:
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(target)) from error
         raise
     _sync_folder(run_dir)
     return target
@@ -158,16 +162,8 @@ def prune(run_dir: Path, keep: int, pinned: Collection[int]) -> None:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a flat name -> tensor mapping as safetensors. OSError when the disk does not take it."""
-    plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    try:
-        save_file(plain, path)
-    except SafetensorError as error:
-        # safetensors wraps the errors of the file system; callers tell a full disk from a bug by OSError.
-        code = re.search(r"\(os error (\d+)\)", str(error))
-        if not code:
-            raise
-        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+    """Write a flat name -> tensor mapping as safetensors."""
+    save_file({name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}, path)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

@@ -225,7 +225,9 @@ class DataParallel:
             self.scaler.load_state_dict({key.removeprefix("scaler."): value for key, value in scaler.items()})
         moments = ("step", "exp_avg", "exp_avg_sq")
         _require_same(self.names.values(), weights, "weights")
-        _require_same([f"{key}.{name}" for name in self.names.values() for key in moments], optimizer, "optimizer state")
+        _require_same(
+            [f"{key}.{name}" for name in self.names.values() for key in moments], optimizer, "optimizer state"
+        )
         for parameter, name in self.names.items():
             parameter.data.copy_(weights[name])
             self.optimizer.state[parameter] = {key: optimizer[f"{key}.{name}"].to(parameter.device) for key in moments}

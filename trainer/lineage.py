@@ -1,6 +1,5 @@
 """What a checkpoint remembers of the run that wrote it, and how a resumed run compares itself with that."""
 
-import argparse
 import dataclasses
 from pathlib import Path
 
@@ -15,6 +14,17 @@ CHANGED_ALOUD = (
     "learning_rate", "base_batch_size", "lr_scaling", "lr_schedule", "warmup_steps", "weight_decay", "grad_clip",
     "epochs", "max_steps", "val_path", "val_fraction",
 )  # fmt: skip
+
+BIT_CHANGING_OPTIONS = (
+    "batch_size",
+    "gradient_accumulation_steps",
+    "dtype",
+    "compile",
+    "activation_checkpointing",
+    "deterministic",
+    "find_unused_parameters",
+    "ddp_bucket_cap_mb",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +50,8 @@ class Saved:
     save_seconds: float
 
 
-def environment(args: argparse.Namespace, ranks: Ranks) -> dict[str, object]:
-    """Everything that can change the bits of a result though data, model and options are the same."""
+def environment(ranks: Ranks, options: dict[str, object]) -> dict[str, object]:
+    """Everything that can change the bits of a result though data, model and seed are the same."""
     on_gpu = ranks.device.type == "cuda"
     return {
         "torch": torch.__version__,
@@ -49,12 +59,7 @@ def environment(args: argparse.Namespace, ranks: Ranks) -> dict[str, object]:
         "kernels": torch.version.cuda if on_gpu else torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "world_size": ranks.world_size,
-        "batch_size": args.batch_size,
-        "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "dtype": args.dtype,
-        "compile": args.compile,
-        "activation_checkpointing": args.activation_checkpointing,
-        "deterministic": args.deterministic,
+        **{name: options[name] for name in BIT_CHANGING_OPTIONS},
     }
 
 

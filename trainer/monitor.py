@@ -103,12 +103,7 @@ class Monitor:
         for name in values:
             METRICS[name]
         for sink in list(self.sinks):
-            # A sink may fail in any way it likes: it is somebody's network, disk or library.
-            try:
-                sink.write(step, values)
-            except Exception as problem:
-                log.warning("%s failed and is switched off, training goes on: %s", type(sink).__name__, problem)
-                self.sinks.remove(sink)
+            self._guarded(sink, lambda sink=sink: sink.write(step, values))
 
     def event(self, kind: str, **details: object) -> None:
         """Append one line to events.jsonl: what happened, when (Unix seconds), and its details."""
@@ -122,9 +117,17 @@ class Monitor:
 
     def close(self) -> None:
         """Close every sink."""
-        for sink in self.sinks:
-            sink.close()
+        for sink in list(self.sinks):
+            self._guarded(sink, sink.close)
         self.sinks = []
+
+    def _guarded(self, sink: Sink, action: Callable[[], None]) -> None:
+        # A sink may fail in any way it likes: it is somebody's network, disk or library.
+        try:
+            action()
+        except Exception as problem:
+            log.warning("%s failed and is switched off, training goes on: %s", type(sink).__name__, problem)
+            self.sinks.remove(sink)
 
 
 def cut_metrics(path: Path, last_step: int) -> None:

@@ -189,6 +189,7 @@ class Run:
             warmup_steps=args.warmup_steps,
             **{name: getattr(args, name) for name in names},
         )
+        options = {k: v for k, v in vars(args).items() if k not in ("given", "notes", "command")}
         self.snapshots = Snapshots(
             self.dir,
             self.ranks,
@@ -202,8 +203,8 @@ class Run:
                 "max_seq_len": args.max_seq_len,
                 **fingerprint,
             },
-            options={k: v for k, v in vars(args).items() if k not in ("given", "notes", "command")},
-            environment=lineage.environment(args, self.ranks),
+            options=options,
+            environment=lineage.environment(self.ranks, options),
             write_model=write_model,
         )
         state = self.snapshots.restore(self.backend)

@@ -1,0 +1,87 @@
+"""The house rules that a reader relies on: who imports whom, and what stays out of the code."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted(ROOT.glob("train_*.py"))
+MODULES = [
+    *SCRIPTS,
+    *(path for part in ("model", "dataset", "trainer", "scripts") for path in (ROOT / part).glob("*.py")),
+]
+
+# Packages of this repository that each folder may import, beside itself. Scripts may import anything.
+ALLOWED = {"model": set(), "dataset": {"model"}, "trainer": set()}
+MODEL_EXTERNALS = {"torch", "safetensors"}
+# run.py composes, snapshots.py is its half that saves and restores; the others know one another only this far.
+COMPOSERS = {"run.py", "snapshots.py"}
+TRAINER_MAY_KNOW = {"trainer.ddp", "trainer.backends", "trainer.checkpoint", "trainer.optim"}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of the modules that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+            if node.module in ALLOWED:
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_folders_import_only_what_the_design_lets_them(path: Path) -> None:
+    folder, standard = path.parent.name, set(__import__("sys").stdlib_module_names)
+    for name in imports(path):
+        package = name.split(".")[0]
+        assert not package.startswith("train_"), f"{path}: nobody imports the training scripts"
+        if path in SCRIPTS or folder == "scripts":
+            continue
+        assert package != "scripts", f"{path} imports {name}"
+        if package in ("model", "dataset", "trainer"):
+            assert package == folder or package in ALLOWED[folder], f"{path} imports {name}"
+        elif folder == "model":
+            assert package in MODEL_EXTERNALS | standard, f"{path} imports {name}"
+        if folder == "trainer" and package == "trainer" and path.name not in COMPOSERS:
+            assert name in TRAINER_MAY_KNOW or name == "trainer", f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_scripts_options_and_run_touch_args(path: Path) -> None:
+    if path in SCRIPTS or path.parent.name == "scripts" or path.name in ("options.py", "run.py"):
+        return
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    touched = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "args"]
+    assert not touched, f"{path}:{touched[0]} touches args"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_importing_does_no_work_and_nothing_unpickles(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"{path}:{node.lineno}: bare except"
+        if isinstance(node, ast.Attribute):
+            assert ast.unparse(node) not in ("sys.path", "torch.load"), f"{path}:{node.lineno}"
+    assert "pickle" not in {name.split(".")[0] for name in imports(path)}
+    for node in tree.body:
+        allowed = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.If)
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        assert docstring or isinstance(node, allowed), f"{path}:{node.lineno} does work on import"
+
+
+def loop_of(path: Path) -> str:
+    """The training loop of a script, as a syntax tree."""
+    main = next(
+        n for n in ast.parse(path.read_text("utf-8")).body if isinstance(n, ast.FunctionDef) and n.name == "main"
+    )
+    (loop,) = [node for node in ast.walk(main) if isinstance(node, ast.While)]
+    return ast.dump(loop)
+
+
+def test_training_scripts_share_one_loop() -> None:
+    assert len({loop_of(path) for path in SCRIPTS}) == 1

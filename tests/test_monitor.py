@@ -1,0 +1,73 @@
+"""Numbers over time: full precision, cut back on resume, and never a reason for a run to die."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.monitor import METRICS, Jsonl, Monitor, cut_metrics
+
+
+def test_lines_past_the_checkpoint_are_cut_and_the_others_keep_their_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = Jsonl(path)
+    for step in range(1, 6):
+        sink.write(step, {"loss": 1 / 3 * step})
+    sink.close()
+    before = path.read_bytes().splitlines(keepends=True)
+    with open(path, "a") as file:
+        file.write('{"step": 6, "lo')  # a crash in the middle of a line
+    cut_metrics(path, 3)
+    assert path.read_bytes() == b"".join(before[:3])
+    cut_metrics(tmp_path / "absent.jsonl", 3)
+
+
+def test_numbers_keep_full_precision_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    sink = Jsonl(tmp_path / "metrics.jsonl")
+    sink.write(1, {"loss": 0.1 + 0.2, "grad_norm": float("nan")})
+    sink.close()
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line == {"step": 1, "loss": 0.1 + 0.2, "grad_norm": None}
+
+
+class Broken:
+    """A dashboard that is gone."""
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        raise ConnectionError("unreachable")
+
+    def close(self) -> None:
+        raise ConnectionError("unreachable")
+
+
+def test_a_sink_that_fails_is_dropped_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    monitor = Monitor(tmp_path)
+    good = Jsonl(tmp_path / "metrics.jsonl")
+    monitor.sinks = [Broken(), good]
+    for step in (1, 2):
+        monitor.write(step, {"loss": 1.0})
+    assert monitor.sinks == [good]
+    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
+    assert "Broken failed" in caplog.text
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_sink_that_cannot_close_does_not_end_the_run(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path)
+    monitor.sinks = [Broken()]
+    monitor.close()
+    assert monitor.sinks == []
+
+
+def test_an_undeclared_metric_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        Monitor(tmp_path).write(1, {"lossy": 1.0})
+    assert all(metric.help for metric in METRICS.values())
+
+
+def test_events_are_a_history_and_only_the_first_rank_writes_it(tmp_path: Path) -> None:
+    Monitor(tmp_path).event("started", step=0)
+    Monitor(tmp_path).event("ended", code=0)
+    Monitor(None).event("ended", code=1)
+    kinds = [json.loads(line)["event"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert kinds == ["started", "ended"]
