@@ -10,7 +10,6 @@ from pathlib import Path
 
 from dataset.loader import EvalLoader, StepLoader
 from dataset.text import text_windows
-
 from dataset.tokenizer import load_tokenizer, require_matching
 from model.gpt import GPTConfig
 from model.weights import save_model_folder, starting_model

@@ -36,7 +36,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def write_texts(path: Path, count: int, seed: int = 0) -> Path:
     """A JSONL file of `count` texts of 3 to 60 words; each begins with its own number."""
     draw = random.Random(seed)
-    words = "river stone green seven under light 山 水 the of and bread 人民 window north quick".split()
+    words = ["river", "stone", "green", "seven", "under", "山", "水", "the", "of", "bread", "人民", "window", "quick"]
     lines = [
         {"text": f"line{number} " + " ".join(draw.choices(words, k=draw.randint(3, 60)))} for number in range(count)
     ]

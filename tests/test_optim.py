@@ -11,9 +11,20 @@ from trainer.optim import adamw, default_warmup, rate_share, scaled_rate
 from trainer.plan import Plan
 
 PLAN = Plan(
-    samples=1000, tokens_per_epoch=512_000, max_seq_len=512, world_size=8, batch_size=64, accumulation=1, epochs=2,
-    max_steps=None, learning_rate=5e-4, base_batch_size=256, lr_scaling="linear", lr_schedule="cosine", warmup_steps=None,
-)  # fmt: skip
+    samples=1000,
+    tokens_per_epoch=512_000,
+    max_seq_len=512,
+    world_size=8,
+    batch_size=64,
+    accumulation=1,
+    epochs=2,
+    max_steps=None,
+    learning_rate=5e-4,
+    base_batch_size=256,
+    lr_scaling="linear",
+    lr_schedule="cosine",
+    warmup_steps=None,
+)
 
 
 def test_decay_is_on_matrices_only() -> None:

@@ -1,6 +1,5 @@
 """Killed anywhere and started again, a run has the same curve and the same weights, bit for bit."""
 
-import json
 import shutil
 from pathlib import Path
 

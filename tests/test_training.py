@@ -41,7 +41,7 @@ def unequal_rows(step: int, vocab: int = 97) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def train_shared(model: nn.Module, ranks: Ranks, accumulation: int, steps: int, dtype: str = "float32"):
-    """Take `steps` updates on unequal rows, one row per micro-batch; return the first step's gradients and the backend."""
+    """Take `steps` updates on unequal rows, a row per micro-batch; return the first gradients and the backend."""
     backend = backend_for(model, ranks, dtype)
     first_gradients = {}
     for number in range(steps):

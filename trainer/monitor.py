@@ -53,7 +53,7 @@ class Jsonl:
     """One JSON object a line, full precision, flushed at once: {"step": 10, "loss": ...}; null where not finite."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Append one line."""

@@ -28,9 +28,9 @@ class Plan:
     def __post_init__(self) -> None:
         if self.max_steps is None and self.samples * self.epochs < self.global_batch:
             raise ValueError(
-                f"the data give {self.samples} sequences of {self.max_seq_len} tokens, times {self.epochs:g} epochs less "
-                f"than one step of {self.global_batch} sequences; lower --batch_size or --gradient_accumulation_steps, "
-                "raise --epochs, or set --max_steps"
+                f"the data give {self.samples} sequences of {self.max_seq_len} tokens, times {self.epochs:g} epochs "
+                f"less than one step of {self.global_batch} sequences; lower --batch_size or "
+                "--gradient_accumulation_steps, raise --epochs, or set --max_steps"
             )
         if self.warmup_steps is None:
             object.__setattr__(self, "warmup_steps", default_warmup(self.total_steps, self.lr_schedule))
@@ -75,6 +75,6 @@ class Plan:
         )
         useful = self.tokens_per_epoch / (self.samples * self.max_seq_len)
         yield (
-            f"{self.samples:,} sequences with {self.tokens_per_epoch:,} target tokens an epoch ({useful:.1%} of what is "
-            f"computed on); {self.total_steps:,} steps = {self.total_steps * self.global_batch / self.samples:.2f} epochs"
+            f"{self.samples:,} sequences with {self.tokens_per_epoch:,} target tokens an epoch ({useful:.1%} useful); "
+            f"{self.total_steps:,} steps = {self.total_steps * self.global_batch / self.samples:.2f} epochs"
         )
