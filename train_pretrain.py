@@ -13,7 +13,6 @@ from dataset.text import text_windows
 from dataset.tokenizer import load_tokenizer, require_matching
 from model.gpt import GPTConfig
 from model.weights import save_model_folder, starting_model
-from trainer.checkpoint import resolve_weights
 from trainer.optim import adamw
 from trainer.options import (
     MODEL_SIZES,
@@ -80,13 +79,14 @@ def main(args: argparse.Namespace) -> None:
         windows, held_out = text_windows(
             args.data_path, args.val_path, args.val_fraction, tokenizer, args.max_seq_len, Path(args.cache_dir)
         )
+        start = run.starting_folder()
         model = starting_model(
             GPTConfig(vocab_size=tokenizer.vocab_size, **named(args, MODEL_SIZES)),
-            from_weight=resolve_weights(args.from_weight),
-            checkpoint=run.checkpoint_folder(),
+            start,
             given=named(args, MODEL_SIZES & args.given),
+            max_seq_len=args.max_seq_len,
         )
-        require_matching(tokenizer, model.config.vocab_size, resolve_weights(args.from_weight))
+        require_matching(tokenizer, model.config.vocab_size, start)
         share = {"rank": run.rank, "world_size": run.world_size, "batch_size": args.batch_size}
         loader = StepLoader(
             windows,

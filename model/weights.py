@@ -137,28 +137,26 @@ def load_model_folder(folder: Path) -> GPT:
     return model
 
 
-def starting_model(
-    config: GPTConfig, *, from_weight: Path | None, checkpoint: Path | None, given: Mapping[str, object]
-) -> GPT:
-    """The model a run begins with: random weights of `config`, or the folder's weights and architecture.
+def starting_model(config: GPTConfig, folder: Path | None, *, given: Mapping[str, object], max_seq_len: int) -> GPT:
+    """The model a run begins with: random weights of `config`, or the folder's architecture and weights.
 
-    checkpoint: where the run has one, its weights will be loaded over these, so only the architecture is taken.
-    given: sizes that the user asked for by name; one that disagrees with the folder is a ValueError.
+    given: sizes that the user asked for by name. One that disagrees with the folder, or rows longer than the model
+    has positions for, is a ValueError. Dropout is no part of the weights: it is always that of `config`.
     """
-    if from_weight is None:
-        return GPT(config)
-    folder = checkpoint or from_weight
+    if folder is None:
+        return GPT(replace(config, max_position_embeddings=max(config.max_position_embeddings, max_seq_len)))
     saved = replace(load_config(folder), dropout=config.dropout)
-    differing = [
+    problems = [
         f"--{name} is {getattr(saved, name)} there and {value} here"
         for name, value in given.items()
         if getattr(saved, name) != value
     ]
-    if differing:
-        raise ValueError(f"{folder} holds another model: {'; '.join(differing)}; leave these options out")
+    if max_seq_len > saved.max_position_embeddings:
+        problems.append(f"it has {saved.max_position_embeddings} positions, fewer than --max_seq_len {max_seq_len}")
+    if problems:
+        raise ValueError(f"{folder} holds another model: {'; '.join(problems)}; leave these options out")
     model = GPT(saved)
-    if checkpoint is None:
-        load_weights_into(model, folder)
+    load_weights_into(model, folder)
     return model
 
 

@@ -145,7 +145,9 @@ def test_starting_weights_bring_their_architecture(options: list, caplog, tmp_pa
     message = refused(caplog, *start, "--hidden_size", 128)
     assert "--hidden_size is 64 there and 128 here" in message
     assert train(*start) == 0
-    config = json.loads((tmp_path / "next" / "step_00000001" / "config.json").read_text())
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert train(*start, "--max_steps", 2) == 0, "a resumed run needs the folder it started from no more"
+    config = json.loads((tmp_path / "next" / "step_00000002" / "config.json").read_text())
     assert (config["hidden_size"], config["num_hidden_layers"]) == (64, 2)
 
 

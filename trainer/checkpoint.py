@@ -118,13 +118,11 @@ def step_folders(run_dir: Path) -> list[Path]:
     return sorted((p for p in run_dir.iterdir() if STEP_NAME.fullmatch(p.name)), key=checkpoint_step)
 
 
-def resolve_weights(name: str) -> Path | None:
-    """The folder behind --from_weight: a run folder means its newest valid step; None for "none".
+def resolve_weights(name: str) -> Path:
+    """The folder behind --from_weight: a run folder means its newest valid step.
 
     Raises ValueError where there is no such folder or no valid checkpoint in it.
     """
-    if name.lower() == "none":
-        return None
     folder = Path(name)
     if not folder.is_dir():
         raise ValueError(f"--from_weight {name}: no such folder; give a run's, a checkpoint's or a transformers folder")

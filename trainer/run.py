@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer import lineage
 from trainer.backends import Backend, Step, build_backend
-from trainer.checkpoint import step_folders, write_json
+from trainer.checkpoint import newest_valid, resolve_weights, write_json
 from trainer.ddp import Ranks, find_ranks
 from trainer.evaluation import Validation, evaluate
 from trainer.lineage import TrainState
@@ -134,10 +134,15 @@ class Run:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
 
-    def checkpoint_folder(self) -> Path | None:
-        """The newest checkpoint of this run, not yet verified; None before the first."""
-        folders = step_folders(self.dir) if self.resumes else []
-        return folders[-1] if folders else None
+    def starting_folder(self) -> Path | None:
+        """Where the model's architecture and first weights come from: --from_weight's folder; None for "none".
+
+        Once the run has a checkpoint it is that one: a resumed run must not miss a folder that was moved since.
+        """
+        if self.args.from_weight.lower() == "none":
+            return None
+        own = newest_valid(self.dir, owner=False) if self.resumes else None
+        return own or resolve_weights(self.args.from_weight)
 
     def wrap(
         self, model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], grad_clip: float
