@@ -156,20 +156,26 @@ def test_a_rank_that_fails_while_leaving_does_not_change_the_code_that_rank_0_le
     assert run.end()[0] == 75
 
 
-def test_data_loading_workers_do_not_get_the_stop_signal(launch):
-    run = launch("""
+NEEDS_ITS_WORKER = """
 import subprocess
 worker = subprocess.Popen(["sleep", "600"])
 hold_signals()
 ready()
 signal.sigwait({signal.SIGTERM})
-alive = worker.poll() is None
+if worker.poll() is None:
+    (folder / f"saved{rank}").touch()
 worker.kill()
-end(75 if alive else 1)
-""")
+end(75)
+"""
+
+
+def test_data_loading_workers_do_not_get_the_stop_signal(launch):
+    run = launch(NEEDS_ITS_WORKER)
     run.ranks()
     run.process.send_signal(signal.SIGTERM)
     assert run.end()[0] == 75
+    assert (run.folder / "saved0").exists()
+    assert (run.folder / "saved1").exists()
 
 
 @pytest.mark.parametrize("code", [75, 78, 2])
@@ -181,11 +187,8 @@ def test_ranks_that_leave_with_a_final_code_are_not_restarted(launch, code: int)
     assert "Traceback" not in said
 
 
-def test_a_rank_that_leaves_with_75_first_gives_the_others_time_to_save(launch):
-    run = launch("if rank: ready(); end(75)" + SAVES_WHEN_TOLD)
-    pipe = run.folder / "told0"
-    wait_for(pipe.exists, "the signal at rank 0")
-    pipe.write_text("")
+def test_a_rank_that_leaves_with_75_first_lets_the_others_save_with_their_workers(launch):
+    run = launch("if rank: ready(); end(75)\n" + NEEDS_ITS_WORKER)
     assert run.end()[0] == 75
     assert (run.folder / "saved0").exists()
 

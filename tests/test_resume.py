@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TINY, Peers, curve, final_bytes, on_ranks, train, write_texts
+from trainer.checkpoint import load_tensors
 
 # Dropout on purpose: its masks must not depend on where a run was interrupted.
 EXACT = ["--dropout", 0.1, "--gradient_accumulation_steps", 2, "--checkpoint_interval", 1, "--keep_checkpoints", 999]
@@ -20,9 +21,23 @@ def cut_back(finished: Path, to: Path, step: int) -> Path:
     return to
 
 
-def run_and_resume(peers: Peers | None, folder: Path, texts: Path, dtype: str, points: list[int] | None) -> None:
+def run_and_resume(
+    peers: Peers | None, folder: Path, texts: Path, dtype: str, points: list[int] | None, *more: str
+) -> None:
     """Run straight through, then once from every point; each must give the same curve and final state."""
-    options = [*TINY, *EXACT, "--data_path", texts, "--cache_dir", folder / "cache", "--dtype", dtype, "--epochs", 3]
+    options = [
+        *TINY,
+        *EXACT,
+        "--data_path",
+        texts,
+        "--cache_dir",
+        folder / "cache",
+        "--dtype",
+        dtype,
+        "--epochs",
+        3,
+        *more,
+    ]
     first = peers is None or peers.rank == 0
 
     def run(out_dir: Path) -> None:
@@ -55,3 +70,16 @@ def test_every_step_of_three_epochs_is_a_point_to_resume_from(tmp_path: Path, dt
 def test_ranks_resume_exactly_in_mid_epoch_at_its_end_and_between(tmp_path: Path, world_size: int, dtype: str) -> None:
     texts = write_texts(tmp_path / "texts.jsonl", 45)
     on_ranks(world_size, run_and_resume, tmp_path, texts, dtype, [1, 4, 6, 9])
+
+
+@pytest.mark.integration
+def test_compiled_ranks_resume_exactly_and_save_plain_names(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts.jsonl", 21)
+    on_ranks(2, compile_and_resume, tmp_path, texts)
+
+
+def compile_and_resume(peers: Peers, folder: Path, texts: Path) -> None:
+    run_and_resume(peers, folder, texts, "bfloat16", [2], "--compile")
+    names = set(load_tensors(folder / "straight" / "step_00000002" / "model.safetensors"))
+    assert "model.layers.0.self_attn.q_proj.weight" in names
+    assert not [name for name in names if "module" in name or "_orig_mod" in name]

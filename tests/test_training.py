@@ -1,6 +1,7 @@
 """A step's gradient is that of one process on the whole global batch, however ranks and accumulation share it."""
 
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -278,3 +279,60 @@ def test_loss_falls_and_the_logged_loss_is_the_models_own(texts: Path, tmp_path:
     assert losses[-1] < losses[0] - 2
     weights = load_tensors(sorted(out_dir.glob("step_*"))[-1] / "model.safetensors")
     assert all(value.dtype == torch.float32 for value in weights.values())
+
+
+class Branches(nn.Module):
+    """A model of which a step uses one half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, input_ids: Tensor, targets: Tensor) -> Tensor:
+        return (self.used(input_ids.float()) - targets).square().sum()
+
+
+def train_with_unused_parameters(peers: Peers) -> None:
+    ranks = Ranks(peers.rank, peers.rank, peers.world_size, torch.device("cpu"))
+    batch = {"input_ids": torch.ones(2, 4), "targets": torch.ones(2, 1)}
+    for allowed in (True, False):
+        peers.new_group()
+        ranks.connect(60)
+        backend = backend_for(Branches(), ranks, find_unused_parameters=allowed)
+        backend.set_rate(RATE)
+
+        def step(number: int, backend=backend) -> None:
+            for part in backend.micro_batches(Step(number, [batch], [0], 2)):
+                backend.backward(backend.loss_sum(part))
+            backend.step()
+
+        if allowed:
+            step(0)
+            step(1)
+        else:
+            with pytest.raises(RuntimeError, match="find_unused_parameters"):
+                step(0)
+        ranks.disconnect()
+
+
+def test_unused_parameters_need_the_option() -> None:
+    on_ranks(2, train_with_unused_parameters)
+
+
+def test_a_save_that_fails_costs_that_checkpoint_only(texts: Path, tmp_path: Path, caplog) -> None:
+    """No file may grow beyond 100 KB for a while, which is what a full disk looks like to a save."""
+    out_dir = tmp_path / "run"
+    options = [*TINY, "--data_path", texts, "--cache_dir", tmp_path / "cache", "--out_dir", out_dir]
+    assert train(*options, "--max_steps", 4, "--checkpoint_interval", 2, "--keep_checkpoints", 9) == 0
+    old_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old_limit[1]))
+    try:
+        assert train(*options, "--max_steps", 8, "--checkpoint_interval", 2, "--keep_checkpoints", 9) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old_limit)
+    assert sorted(path.name for path in out_dir.glob("step_*")) == ["step_00000002", "step_00000004"]
+    assert "the checkpoint of step 6 failed" in caplog.text
+    assert not list(out_dir.glob("*.tmp-*"))
+    assert [point[0] for point in curve(out_dir)] == list(range(1, 9))
+    assert train(*options, "--max_steps", 8, "--checkpoint_interval", 2, "--keep_checkpoints", 9) == 0
+    assert (out_dir / "step_00000008").is_dir()

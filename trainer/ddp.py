@@ -32,6 +32,11 @@ class Ranks:
         """Whether this is rank 0, which writes files and logs."""
         return self.rank == 0
 
+    @property
+    def collectives(self) -> str:
+        """Library that moves the gradients."""
+        return "nccl" if self.device.type == "cuda" else "gloo"
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum the numbers over all ranks, in float64; every rank gets the same bits. A collective."""
         if self.control is None:
@@ -45,12 +50,9 @@ class Ranks:
         if self.world_size == 1 or dist.is_initialized():
             return
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        if self.device.type == "cuda":
-            dist.init_process_group("nccl", timeout=timeout, device_id=self.device)
-            self.control = dist.new_group(backend="gloo", timeout=timeout)
-        else:
-            dist.init_process_group("gloo", timeout=timeout)
-            self.control = dist.group.WORLD
+        on_gpu = self.device.type == "cuda"
+        dist.init_process_group(self.collectives, timeout=timeout, device_id=self.device if on_gpu else None)
+        self.control = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
 
     def disconnect(self) -> None:
         """Leave together: only for the normal end, because a rank that failed cannot meet the others."""

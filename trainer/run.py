@@ -87,7 +87,12 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
     with its traceback and code 1, without meeting the other ranks: they may be inside a collective.
     """
     die_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    rank = os.environ.get("RANK", "0")
+    logging.basicConfig(
+        level=logging.INFO if rank == "0" else logging.WARNING,
+        format="%(asctime)s %(message)s" if rank == "0" else f"%(asctime)s rank {rank}: %(message)s",
+        datefmt="%H:%M:%S",
+    )
     run, code, reason = None, 1, "ended by an error; its traceback is on stderr"
     try:
         run = Run(args, stage)
@@ -221,7 +226,9 @@ class Run:
     def _announce(self, state: TrainState) -> None:
         """Write down the options, open the sinks, and say what is about to happen."""
         plan, environment, parameters = self.plan, self.snapshots.environment, self.backend.parameter_count
-        group = f"DistributedDataParallel over {self.world_size} ranks" if self.world_size > 1 else "one process"
+        group = "one process"
+        if self.world_size > 1:
+            group = f"DistributedDataParallel over {self.world_size} ranks ({self.ranks.collectives})"
         log.info("run %s: %s on %s, %s", self.dir, group, environment["device"], self.args.dtype)
         for line in plan.lines():
             log.info("%s", line)
