@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 
 CACHE_FORMAT = 1
 LINE_END = b"\n"
-CHUNK_BYTES = 1 << 20
-# The tokenizer needs about 100 bytes of memory per byte of one text; this keeps a build within 1.5 GB.
+# Measured: 1 MiB costs 10 % more CPU time than 256 KiB, 64 KiB no less. Memory grows by 100 bytes per byte in flight.
+CHUNK_BYTES = 1 << 18
+# Three such lines at once still fit into 1.5 GB of memory.
 MAX_LINE_BYTES = 4 << 20
 SAMPLED_BLOCKS, SAMPLED_BYTES = 16, 1 << 16
 # Three chunks at a time keep the tokenizer's own threads busy while Python parses and packs another chunk.
