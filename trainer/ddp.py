@@ -160,7 +160,6 @@ class DataParallel:
                 bucket_cap_mb=bucket_cap_mb,
                 find_unused_parameters=find_unused_parameters,
                 gradient_as_bucket_view=True,
-                broadcast_buffers=False,
             )
             self.model.register_comm_hook(ranks, sum_gradients)
         self._settled = ranks.world_size == 1
