@@ -169,7 +169,7 @@ def _allow_open_files(count: int) -> None:
 def _start_worker(parent: int, worker_id: int) -> None:
     """Let a loader worker live and die with its process alone."""
     # A signal to the whole group is the main process's to answer: it still needs the workers to finish its step.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

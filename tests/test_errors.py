@@ -130,6 +130,31 @@ def test_one_more_epoch_continues_a_finished_run(options: list, tmp_path: Path) 
     assert [point[0] for point in curve(tmp_path / "run")] == list(range(1, 2 * done + 1))
 
 
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(options: list, caplog, tmp_path: Path) -> None:
+    assert train(*options, "--max_steps", 4, "--checkpoint_interval", 2) == 0
+    straight = curve(tmp_path / "run"), final_bytes(tmp_path / "run")
+    weights = tmp_path / "run" / "step_00000004" / "optimizer.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert train(*options, "--max_steps", 4, "--checkpoint_interval", 2) == 0
+    assert "damaged checkpoint set aside" in caplog.text
+    assert (tmp_path / "run" / "step_00000004.damaged").is_dir()
+    assert (curve(tmp_path / "run"), final_bytes(tmp_path / "run")) == straight
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again_in_silence(
+    options: list, caplog, tmp_path: Path
+) -> None:
+    assert train(*options, "--max_steps", 4, "--checkpoint_interval", 2) == 0
+    before = curve(tmp_path / "run")
+    for folder in (tmp_path / "run").glob("step_*"):
+        (folder / "state.json").write_text("{}")
+    for _ in range(2):
+        assert "every checkpoint" in refused(caplog, *options, "--max_steps", 4)
+        assert curve(tmp_path / "run") == before
+    assert train(*options, "--max_steps", 4, "--resume_from_checkpoint", "false") == 0
+    assert curve(tmp_path / "run.old-1") == curve(tmp_path / "run") == before
+
+
 def test_not_resuming_sets_a_used_folder_aside(options: list, tmp_path: Path) -> None:
     for count in range(3):
         assert train(*options, "--max_steps", 2, "--resume_from_checkpoint", "false") == 0

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from dataset.text import text_windows
+from dataset.tokenizer import load_tokenizer
 from tests.conftest import TINY, Peers, curve, final_bytes, on_ranks, train, write_texts
 from trainer.checkpoint import load_tensors
 
@@ -48,7 +50,7 @@ def run_and_resume(
     run(folder / "straight")
     straight = curve(folder / "straight")
     assert [point[0] for point in straight] == list(range(1, len(straight) + 1))
-    for step in range(1, len(straight)) if points is None else points:
+    for step in range(len(straight)) if points is None else points:
         resumed = folder / f"from_{step}"
         if first:
             cut_back(folder / "straight", resumed, step)
@@ -65,11 +67,34 @@ def test_every_step_of_three_epochs_is_a_point_to_resume_from(tmp_path: Path, dt
     run_and_resume(None, tmp_path, texts, dtype, points=None)
 
 
+def texts_of_whole_steps(folder: Path, global_batch: int) -> tuple[Path, int]:
+    """Texts whose sequences fill whole steps, so that an epoch ends with a step; and how many steps that is."""
+    tokenizer = load_tokenizer("model/tokenizer")
+    for count in range(30, 90):
+        texts = write_texts(folder / f"texts_{count}.jsonl", count)
+        windows, _ = text_windows([str(texts)], None, 0.0, tokenizer, 32, folder / "cache")
+        if len(windows) % global_batch == 0:
+            return texts, len(windows) // global_batch
+    raise AssertionError("no number of texts fills whole steps")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_resume_exactly_in_mid_epoch_at_its_end_and_between(tmp_path: Path, world_size: int, dtype: str) -> None:
-    texts = write_texts(tmp_path / "texts.jsonl", 45)
-    on_ranks(world_size, run_and_resume, tmp_path, texts, dtype, [1, 4, 6, 9])
+    texts, epoch = texts_of_whole_steps(tmp_path, global_batch=world_size * 2 * 2)
+    assert epoch >= 3
+    on_ranks(world_size, run_and_resume, tmp_path, texts, dtype, [1, epoch, epoch + 2, 2 * epoch])
+
+
+def test_torchrun_with_one_rank_equals_plain_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = write_texts(tmp_path / "texts.jsonl", 21)
+    options = [*TINY, "--data_path", texts, "--cache_dir", tmp_path / "cache", "--max_steps", 5]
+    assert train(*options, "--out_dir", tmp_path / "python") == 0
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    assert train(*options, "--out_dir", tmp_path / "torchrun", "--num_workers", 2) == 0
+    assert curve(tmp_path / "torchrun") == curve(tmp_path / "python")
+    assert final_bytes(tmp_path / "torchrun") == final_bytes(tmp_path / "python")
 
 
 @pytest.mark.integration

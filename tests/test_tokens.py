@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from dataset import tokens
+from dataset.records import DataError, text_of_line
 from dataset.tokenizer import TextTokenizer, load_tokenizer
-from dataset.tokens import DataError, open_token_cache, text_of_line
+from dataset.tokens import open_token_cache
 from tests.conftest import ROOT, SHARED_DATA
 
 TEXTS = [

@@ -14,6 +14,34 @@ Batch = dict[str, Tensor]
 BACKENDS = {"ddp": "trainer.ddp:DataParallel"}
 
 
+class StepBatch(Protocol):
+    """One rank's part of a step, on the host."""
+
+    micro_batches: list[Batch]
+    first_sequences: list[int]  # position of each micro-batch's first sequence in the whole run
+    target_tokens: int
+
+
+class Loader(Protocol):
+    """Gives a rank its part of any step; what a step holds depends on its number alone."""
+
+    batch_size: int
+    accumulation: int
+    tokens_per_epoch: int
+
+    def __len__(self) -> int:
+        """Sequences in the data."""
+        ...
+
+    def iterate(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+        """Yield this rank's part of the steps first_step .. last_step - 1."""
+        ...
+
+    def sample_ids(self, step: int) -> list[int]:
+        """The samples of a whole step, over all ranks."""
+        ...
+
+
 class Step(NamedTuple):
     """One optimizer update as this rank sees it."""
 

@@ -177,8 +177,10 @@ class DataParallel:
 
     def loss_sum(self, batch: Batch) -> Tensor:
         """Sum of the batch's token losses, float32, in the run's compute precision."""
+        # Validation goes past DDP: its ranks have unequal numbers of batches.
+        model = self.model if torch.is_grad_enabled() else self.module
         with self.autocast:
-            return self.model(**batch)
+            return model(**batch)
 
     def backward(self, loss: Tensor) -> Tensor:
         """Add the loss's gradients to those of the step; return its value, detached."""

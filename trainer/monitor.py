@@ -130,6 +130,13 @@ class Monitor:
             self.sinks.remove(sink)
 
 
+def sync_metrics(path: Path) -> None:
+    """Put metrics.jsonl on the disk: a checkpoint must not survive a power cut that the curve up to it does not."""
+    if path.exists():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
 def cut_metrics(path: Path, last_step: int) -> None:
     """Drop the lines of metrics.jsonl past `last_step`: a resumed run writes them again.
 

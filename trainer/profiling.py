@@ -1,8 +1,11 @@
-"""Where the time goes: throughput between log lines."""
+"""What a step did and how long it took, without making the device wait."""
 
 import contextlib
 import time
 from collections.abc import Iterator
+
+import torch
+from torch import Tensor
 
 
 class StepClock:
@@ -34,3 +37,23 @@ class StepClock:
             return {}
         self.step_seconds = seconds / steps
         return {"tokens_per_second": tokens / seconds, "step_seconds": self.step_seconds}
+
+
+class Pending:
+    """A finished step whose numbers are on their way to the host."""
+
+    def __init__(self, step: int, tokens: int, rate: float, loss: Tensor, grad_norm: Tensor) -> None:
+        self.step, self.tokens, self.rate = step, tokens, rate
+        values = torch.stack([loss, grad_norm])
+        on_gpu = values.device.type == "cuda"
+        self._values = values.to("cpu", non_blocking=on_gpu)
+        self._ready = torch.cuda.Event() if on_gpu else None
+        if self._ready:
+            self._ready.record()
+
+    def read(self) -> tuple[float, float]:
+        """This rank's part of the loss, and the gradient norm; waits where the device is more than a step behind."""
+        if self._ready:
+            self._ready.synchronize()
+        loss, grad_norm = self._values.tolist()
+        return loss, grad_norm

@@ -8,13 +8,12 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trainer import lineage
-from trainer.backends import Backend, Step, build_backend
+from trainer.backends import Backend, Loader, Step, build_backend
 from trainer.checkpoint import newest_valid, resolve_weights, write_json
 from trainer.ddp import Ranks, find_ranks
 from trainer.evaluation import Validation, evaluate
@@ -22,60 +21,13 @@ from trainer.lineage import TrainState
 from trainer.monitor import Console, Jsonl, Monitor
 from trainer.ownership import Owner, OwnershipLost, claim, claim_anew, die_with_parent, leave
 from trainer.plan import Plan
-from trainer.profiling import StepClock
+from trainer.profiling import Pending, StepClock
 from trainer.recovery import StopFlag
 from trainer.snapshots import Snapshots
 
 DONE, STOPPED, HOPELESS = 0, 75, 78  # sysexits.h: EX_OK, EX_TEMPFAIL, EX_CONFIG
 
 log = logging.getLogger(__name__)
-
-
-class StepBatch(Protocol):
-    """One rank's part of a step, on the host."""
-
-    micro_batches: list[dict[str, Tensor]]
-    first_sequences: list[int]  # position of each micro-batch's first sequence in the whole run
-    target_tokens: int
-
-
-class Loader(Protocol):
-    """Gives a rank its part of any step; what a step holds depends on its number alone."""
-
-    batch_size: int
-    accumulation: int
-    tokens_per_epoch: int
-
-    def __len__(self) -> int:
-        """Sequences in the data."""
-        ...
-
-    def iterate(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
-        """Yield this rank's part of the steps first_step .. last_step - 1."""
-        ...
-
-    def sample_ids(self, step: int) -> list[int]:
-        """The samples of a whole step, over all ranks."""
-        ...
-
-
-class Pending:
-    """A finished step whose numbers are on their way to the host."""
-
-    def __init__(self, state: TrainState, rate: float, loss: Tensor, grad_norm: Tensor) -> None:
-        self.step, self.tokens, self.rate = state.step, state.tokens, rate
-        values = torch.stack([loss, grad_norm])
-        self._values = values.to("cpu", non_blocking=True)
-        self._ready = torch.cuda.Event() if values.device.type == "cuda" else None
-        if self._ready:
-            self._ready.record()
-
-    def read(self) -> tuple[float, float]:
-        """This rank's part of the loss, and the gradient norm; waits where the device is more than a step behind."""
-        if self._ready:
-            self._ready.synchronize()
-        loss, grad_norm = self._values.tolist()
-        return loss, grad_norm
 
 
 @contextlib.contextmanager
@@ -276,7 +228,7 @@ class Run:
         tokens = int(self._target_tokens)
         self.clock.count(tokens)
         state = dataclasses.replace(state, step=state.step + 1, tokens=state.tokens + tokens)
-        done = Pending(state, rate, loss, grad_norm)
+        done = Pending(state.step, state.tokens, rate, loss, grad_norm)
         self._batch = next(self._batches, None)
         coming = self._batch.target_tokens if self._batch else 0
         state, (self._target_tokens, stops) = self._agree(state, [coming, float(self.stop.received is not None)])

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from trainer import lineage
 from trainer.backends import Backend
-from trainer.checkpoint import load_tensors, newest_valid, prune, save_tensors, write_checkpoint
+from trainer.checkpoint import checkpoint_step, load_tensors, newest_valid, prune, save_tensors, write_checkpoint
 from trainer.ddp import Ranks
 from trainer.lineage import TrainState
-from trainer.monitor import Monitor, cut_metrics
+from trainer.monitor import Monitor, cut_metrics, sync_metrics
 from trainer.ownership import Owner
 from trainer.recovery import stop_budget
+
+ALL_DAMAGED = -1
 
 log = logging.getLogger(__name__)
 
@@ -41,12 +43,20 @@ class Snapshots:
 
         Raises ValueError where the checkpoint belongs to a run with another fingerprint.
         """
-        newest = newest_valid(self.run_dir, owner=True) if self.ranks.is_first else None
         # The first rank alone decides, and the others hear it as a number: a shared disk may show each another list.
-        (found,) = self.ranks.sum([0 if newest is None else 1 + int(newest.name.removeprefix("step_"))])
-        if not found:
-            return TrainState()
-        self.last_step = int(found) - 1
+        (found,) = self.ranks.sum([self._find_newest() if self.ranks.is_first else 0])
+        if found == ALL_DAMAGED:
+            raise ValueError(
+                f"every checkpoint in {self.run_dir} is damaged (its step_*.damaged folders); put a good copy back, or "
+                "start anew with --resume_from_checkpoint false, which sets the whole folder aside"
+            )
+        self.last_step = int(found)
+        state = self._load(backend) if self.last_step else TrainState()
+        if self.ranks.is_first:
+            cut_metrics(self.run_dir / "metrics.jsonl", state.step)
+        return state
+
+    def _load(self, backend: Backend) -> TrainState:
         folder = self.run_dir / f"step_{self.last_step:08d}"
         saved = lineage.read_saved(folder)
         lineage.refuse_changes(saved.fingerprint, self.fingerprint, folder)
@@ -56,9 +66,15 @@ class Snapshots:
                 log.warning("%s", line)
             if saved.save_seconds:
                 log.info("%s", stop_budget(saved.step_seconds, saved.save_seconds)[0])
-            cut_metrics(self.run_dir / "metrics.jsonl", self.last_step)
         self.save_seconds = saved.save_seconds
         return saved.state
+
+    def _find_newest(self) -> int:
+        """Step of the newest valid checkpoint; 0 where the run has none yet."""
+        newest = newest_valid(self.run_dir, owner=True)
+        if newest is not None:
+            return checkpoint_step(newest)
+        return ALL_DAMAGED if list(self.run_dir.glob("step_*.damaged*")) else 0
 
     def save(self, backend: Backend, state: TrainState, step_seconds: float) -> None:
         """Commit a checkpoint. A disk that fails costs this one only: training goes on, the next one is tried.
@@ -77,6 +93,7 @@ class Snapshots:
 
         saved = lineage.Saved(state, self.fingerprint, self.options, self.environment, step_seconds, self.save_seconds)
         try:
+            sync_metrics(self.run_dir / "metrics.jsonl")
             folder = write_checkpoint(self.run_dir, state.step, write_files, self.fingerprint, self.owner.check)
         except OSError as problem:
             log.warning(
