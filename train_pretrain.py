@@ -11,7 +11,6 @@ from pathlib import Path
 from dataset.loader import EvalLoader, StepLoader
 from dataset.text import text_windows
 from dataset.tokenizer import load_tokenizer, require_matching
-from model.gpt import GPTConfig
 from model.weights import save_model_folder, starting_model
 from trainer.optim import adamw
 from trainer.options import (
@@ -81,9 +80,10 @@ def main(args: argparse.Namespace) -> None:
         )
         start = run.starting_folder()
         model = starting_model(
-            GPTConfig(vocab_size=tokenizer.vocab_size, **named(args, MODEL_SIZES)),
             start,
-            given=named(args, MODEL_SIZES & args.given),
+            named(args, MODEL_SIZES),
+            vocab_size=tokenizer.vocab_size,
+            given=MODEL_SIZES & args.given,
             max_seq_len=args.max_seq_len,
         )
         require_matching(tokenizer, model.config.vocab_size, start)
@@ -106,7 +106,13 @@ def main(args: argparse.Namespace) -> None:
                 "model": dataclasses.asdict(model.config),
             },
             write_model=lambda folder, weights: save_model_folder(
-                folder, model.config, weights, tokenizer_folder=tokenizer.folder
+                folder,
+                model.config,
+                weights,
+                bos_id=tokenizer.bos_id,
+                eos_id=tokenizer.eos_id,
+                pad_id=tokenizer.pad_id,
+                tokenizer_folder=tokenizer.folder,
             ),
         )
         while run.continues(state):

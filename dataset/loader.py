@@ -19,7 +19,10 @@ PR_SET_PDEATHSIG = 1
 
 
 class Samples(Protocol):
-    """What a loader needs of a data set: its rows by index, and how many tokens they train."""
+    """What a loader needs of a data set: its rows by index, how many tokens they train, and what identifies it."""
+
+    fingerprint: str
+    text_bytes: int  # UTF-8 bytes of the texts; 0 where that means nothing
 
     def __len__(self) -> int: ...
 
@@ -34,7 +37,6 @@ class StepBatch(NamedTuple):
     micro_batches: list[dict[str, Tensor]]
     first_sequences: list[int]
     target_tokens: int
-    sample_ids: list[int]
 
 
 def shuffled(position: np.ndarray, length: int, seed: int) -> np.ndarray:
@@ -119,7 +121,6 @@ class StepLoader(Dataset):
             micro_batches=[self.samples.rows(indices[start : start + self.batch_size]) for start in starts],
             first_sequences=[first + start for start in starts],
             target_tokens=self.samples.target_tokens(indices),
-            sample_ids=indices.tolist(),
         )
 
     @property
@@ -197,7 +198,7 @@ class EvalLoader:
         self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
         self.batch_count = num_eval_batches(samples, batch_size)
         self.target_tokens = samples.target_tokens(np.arange(len(samples)))
-        self.text_bytes = samples.text_bytes
+        self.text_bytes, self.fingerprint = samples.text_bytes, samples.fingerprint
 
     def batches(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Yield (batch index, rows)."""

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.gpt import GPT, GPTConfig
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+COPIED_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -92,7 +92,7 @@ def save_model_folder(
     (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    for name in TOKENIZER_FILES if tokenizer_folder else ():
+    for name in COPIED_TOKENIZER_FILES if tokenizer_folder else ():
         if (tokenizer_folder / name).exists():
             shutil.copyfile(tokenizer_folder / name, folder / name)
 
@@ -137,25 +137,28 @@ def load_model_folder(folder: Path) -> GPT:
     return model
 
 
-def starting_model(config: GPTConfig, folder: Path | None, *, given: Mapping[str, object], max_seq_len: int) -> GPT:
-    """The model a run begins with: random weights of `config`, or the folder's architecture and weights.
+def starting_model(
+    folder: Path | None, sizes: Mapping[str, object], *, vocab_size: int, given: Collection[str], max_seq_len: int
+) -> GPT:
+    """The model a run begins with: random weights in these sizes, or the folder's architecture and weights.
 
-    given: sizes that the user asked for by name. One that disagrees with the folder, or rows longer than the model
-    has positions for, is a ValueError. Dropout is no part of the weights: it is always that of `config`.
+    sizes: fields of GPTConfig. given: those that the user asked for by name; one that disagrees with the folder, or
+    rows longer than the model has positions for, is a ValueError. Dropout is no part of the weights: sizes decides.
     """
     if folder is None:
-        return GPT(replace(config, max_position_embeddings=max(config.max_position_embeddings, max_seq_len)))
-    saved = replace(load_config(folder), dropout=config.dropout)
+        positions = max(GPTConfig.max_position_embeddings, max_seq_len)
+        return GPT(GPTConfig(vocab_size=vocab_size, max_position_embeddings=positions, **sizes))
+    config = replace(load_config(folder), dropout=sizes["dropout"])
     problems = [
-        f"--{name} is {getattr(saved, name)} there and {value} here"
-        for name, value in given.items()
-        if getattr(saved, name) != value
+        f"--{name} is {getattr(config, name)} there and {sizes[name]} here"
+        for name in sorted(given)
+        if getattr(config, name) != sizes[name]
     ]
-    if max_seq_len > saved.max_position_embeddings:
-        problems.append(f"it has {saved.max_position_embeddings} positions, fewer than --max_seq_len {max_seq_len}")
+    if max_seq_len > config.max_position_embeddings:
+        problems.append(f"it has {config.max_position_embeddings} positions, fewer than --max_seq_len {max_seq_len}")
     if problems:
         raise ValueError(f"{folder} holds another model: {'; '.join(problems)}; leave these options out")
-    model = GPT(saved)
+    model = GPT(config)
     load_weights_into(model, folder)
     return model
 

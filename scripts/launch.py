@@ -19,7 +19,9 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-STOPPED, HOPELESS, USAGE = 75, 78, 2
+from trainer.ownership import HOPELESS, STOPPED
+
+USAGE = 2  # argparse's code
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1]
 STRANDED_SECONDS = 5.0
 

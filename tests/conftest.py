@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 
 import train_pretrain
 from trainer.options import parse_options
+from trainer.recovery import STOP_SIGNALS
 
 ROOT = Path(__file__).parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -52,10 +54,14 @@ def texts(tmp_path: Path) -> Path:
 
 def train(*arguments: object) -> int:
     """Run train_pretrain.py in this process; return its exit code."""
+    handlers = {number: signal.getsignal(number) for number in (signal.Signals[name] for name in STOP_SIGNALS)}
     try:
         train_pretrain.main(parse_options(train_pretrain.options(), [str(argument) for argument in arguments]))
     except SystemExit as end:
         return end.code or 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return 0
 
 

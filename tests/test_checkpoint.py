@@ -255,15 +255,6 @@ def test_pruning_keeps_the_newest_and_the_pinned(tmp_path: Path):
         prune(tmp_path, keep=0, pinned=[])
 
 
-def test_pruning_never_deletes_the_newest_valid_checkpoint(tmp_path: Path):
-    for step in range(1, 6):
-        commit(tmp_path, step)
-    for step in (4, 5):
-        (tmp_path / f"step_{step:08d}" / "model.safetensors").write_bytes(b"?" * 72)
-    prune(tmp_path, keep=1, pinned=[])
-    assert [checkpoint_step(folder) for folder in step_folders(tmp_path)] == [3, 5]
-
-
 def test_a_checkpoint_half_deleted_by_a_kill_has_no_steps_name(tmp_path: Path):
     for step in (1, 2):
         commit(tmp_path, step)

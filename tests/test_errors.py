@@ -155,10 +155,13 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again_in_silence(
     assert curve(tmp_path / "run.old-1") == curve(tmp_path / "run") == before
 
 
-def test_not_resuming_sets_a_used_folder_aside(options: list, tmp_path: Path) -> None:
+def test_not_resuming_sets_a_used_folder_aside(options: list, caplog, tmp_path: Path) -> None:
     for count in range(3):
         assert train(*options, "--max_steps", 2, "--resume_from_checkpoint", "false") == 0
         assert len(list(tmp_path.glob("run.old-*"))) == count
+    # A start that fails for another reason moves nothing.
+    refused(caplog, *options, "--data_path", "/no/such.jsonl", "--resume_from_checkpoint", "false")
+    assert len(list(tmp_path.glob("run.old-*"))) == 2
     assert (tmp_path / "run.old-1" / "step_00000002").is_dir()
     assert (tmp_path / "run.old-2" / "step_00000002").is_dir()
 

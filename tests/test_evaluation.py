@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,8 @@ from dataset.text import text_windows
 from dataset.tokenizer import load_tokenizer
 from model.gpt import GPT
 from model.weights import load_model_folder
-from tests.conftest import TINY, Peers, on_ranks, train, write_texts
+from tests.conftest import TINY, Peers, curve, final_bytes, on_ranks, train, write_texts
+from tests.test_resume import cut_back
 from trainer.ddp import Ranks
 from trainer.evaluation import evaluate
 
@@ -103,3 +107,42 @@ def test_the_checkpoint_of_the_best_validation_is_kept(tmp_path: Path) -> None:
     assert best == 9
     kept = sorted(path.name for path in (tmp_path / "run").glob("step_*"))
     assert kept == ["step_00000009", "step_00000022", "step_00000024"]
+
+
+def test_a_resumed_run_has_the_same_validations_and_the_same_best(tmp_path: Path) -> None:
+    texts, val = write_texts(tmp_path / "texts.jsonl", 40), write_texts(tmp_path / "val.jsonl", 9, seed=5)
+    options = [*TINY, "--data_path", texts, "--val_path", val, "--cache_dir", tmp_path / "cache", "--max_steps", 12]
+    options += ["--eval_interval", 4, "--checkpoint_interval", 3, "--keep_checkpoints", 99]
+    assert train(*options, "--out_dir", tmp_path / "straight") == 0
+    expected = [(line["step"], line["val_loss"]) for line in validations(tmp_path / "straight")]
+    assert [step for step, _ in expected] == [4, 8, 12]
+    for step in (3, 4, 6, 8):
+        resumed = cut_back(tmp_path / "straight", tmp_path / f"from_{step}", step)
+        assert train(*options, "--out_dir", resumed) == 0
+        assert [(line["step"], line["val_loss"]) for line in validations(resumed)][-2:] == expected[-2:]
+        states = [
+            json.loads((run / "step_00000012" / "state.json").read_text()) for run in (tmp_path / "straight", resumed)
+        ]
+        assert states[0]["state"] == states[1]["state"]
+
+
+def test_a_stop_leaves_the_validation_out_and_the_next_start_makes_up_for_it(tmp_path: Path) -> None:
+    texts, val = write_texts(tmp_path / "texts.jsonl", 40), write_texts(tmp_path / "val.jsonl", 9, seed=5)
+    options = [*TINY, "--data_path", texts, "--val_path", val, "--cache_dir", tmp_path / "cache"]
+    options += ["--max_steps", 40, "--eval_interval", 1]  # so that every step one may stop at is to be validated
+    assert train(*options, "--out_dir", tmp_path / "straight") == 0
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+
+    def press_ctrl_c() -> None:
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < 10:
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press_ctrl_c, daemon=True).start()
+    assert train(*options, "--out_dir", tmp_path / "stopped") == 75
+    stopped = curve(tmp_path / "stopped")[-1][0]
+    assert stopped < 40
+    assert [line["step"] for line in validations(tmp_path / "stopped")] == list(range(1, stopped))
+    assert train(*options, "--out_dir", tmp_path / "stopped") == 0
+    assert validations(tmp_path / "stopped") == validations(tmp_path / "straight")
+    assert final_bytes(tmp_path / "stopped") == final_bytes(tmp_path / "straight")

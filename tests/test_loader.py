@@ -103,7 +103,7 @@ def test_a_sample_depends_on_its_position_alone():
 
 
 def test_one_step_may_span_many_short_epochs():
-    seen = np.array([loader(Numbers(3), batch=5).step_batch(step).sample_ids for step in range(3)]).flatten()
+    seen = np.array([loader(Numbers(3), batch=5).sample_ids(step) for step in range(3)]).flatten()
     assert len(seen) == 30
     assert all(sorted(epoch) == [0, 1, 2] for epoch in seen.reshape(-1, 3).tolist())
 
@@ -119,7 +119,8 @@ def test_split_of_the_global_batch_changes_neither_samples_nor_order(ranks, batc
         expected = shuffled(np.arange(step * 8, step * 8 + 8), 29, 7)
         micro_batches = [indices for part in parts for indices in indices_of(part)]
         assert np.concatenate(micro_batches).tolist() == expected.tolist()
-        assert np.concatenate([part.sample_ids for part in parts]).tolist() == expected.tolist()
+        whole = loader(samples, rank=0, ranks=ranks, batch=batch, accumulation=accumulation)
+        assert whole.sample_ids(step) == expected.tolist()
         assert {len(indices) for indices in micro_batches} == {batch}
         firsts = [first for part in parts for first in part.first_sequences]
         assert firsts == list(range(step * 8, step * 8 + 8, batch))

@@ -1,5 +1,6 @@
 """A step's gradient is that of one process on the whole global batch, however ranks and accumulation share it."""
 
+import json
 import math
 import resource
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.gpt import GPT, GPTConfig
-from tests.conftest import TINY, Peers, curve, on_ranks, train, write_texts
+from tests.conftest import TINY, Peers, curve, final_bytes, on_ranks, train, write_texts
 from trainer.backends import Step, build_backend
 from trainer.checkpoint import load_tensors
 from trainer.ddp import Ranks, dropout_seed
@@ -189,7 +190,7 @@ def nan_on_one_rank(peers: Peers) -> None:
         return (after - before).abs().max().item()
 
     assert update(1.0) > 0
-    moments = {name: value.clone() for name, value in backend.save()[1].items()}
+    moments = {name: value.clone() for name, value in backend.save()[1].items()}  # empty but on rank 0
     # A loss that is infinite while its gradients are finite is as bad as NaN, and only rank 1 knows of it.
     for poison in (math.nan, math.inf):
         assert update(poison) == 0
@@ -309,6 +310,12 @@ def train_with_unused_parameters(peers: Peers) -> None:
         if allowed:
             step(0)
             step(1)
+            if peers.rank == 0:
+                weights, optimizer = backend.save()
+                assert optimizer["step.used.weight"] == 2
+                assert optimizer["step.unused.weight"] == 0
+                backend.load(weights, optimizer)
+            step(2)
         else:
             with pytest.raises(RuntimeError, match="find_unused_parameters"):
                 step(0)
@@ -323,16 +330,48 @@ def test_a_save_that_fails_costs_that_checkpoint_only(texts: Path, tmp_path: Pat
     """No file may grow beyond 100 KB for a while, which is what a full disk looks like to a save."""
     out_dir = tmp_path / "run"
     options = [*TINY, "--data_path", texts, "--cache_dir", tmp_path / "cache", "--out_dir", out_dir]
-    assert train(*options, "--max_steps", 4, "--checkpoint_interval", 2, "--keep_checkpoints", 9) == 0
+    options += ["--checkpoint_interval", 2, "--keep_checkpoints", 9]
+    assert train(*options, "--max_steps", 4) == 0
     old_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, old_limit[1]))
     try:
-        assert train(*options, "--max_steps", 8, "--checkpoint_interval", 2, "--keep_checkpoints", 9) == 0
+        assert train(*options, "--max_steps", 8) == 1, "the last checkpoint failed: that is no success"
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old_limit)
+    ended = json.loads((out_dir / "exit.json").read_text())
+    assert ended["code"] == 1
+    assert "step 8 could not be saved; the newest checkpoint is that of step 4" in ended["reason"]
     assert sorted(path.name for path in out_dir.glob("step_*")) == ["step_00000002", "step_00000004"]
     assert "the checkpoint of step 6 failed" in caplog.text
     assert not list(out_dir.glob("*.tmp-*"))
     assert [point[0] for point in curve(out_dir)] == list(range(1, 9))
-    assert train(*options, "--max_steps", 8, "--checkpoint_interval", 2, "--keep_checkpoints", 9) == 0
+    assert train(*options, "--max_steps", 8) == 0
     assert (out_dir / "step_00000008").is_dir()
+
+
+def start_with_other_data(peers: Peers, folder: Path) -> None:
+    texts = write_texts(folder / f"texts_{peers.rank}.jsonl", 40, seed=peers.rank)
+    peers.new_group()
+    code = train(*TINY, "--data_path", texts, "--cache_dir", folder / "cache", "--out_dir", folder / "run")
+    assert code == 78
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_with_different_data_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    on_ranks(2, start_with_other_data, tmp_path)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--dtype", "float16"], ["--tie_word_embeddings", "0", "--qk_norm"], ["--activation_checkpointing"]],
+    ids=["float16", "untied head and QK-norm", "activation checkpointing"],
+)
+def test_resume_is_exact_with(texts: Path, tmp_path: Path, options: list[str]) -> None:
+    common = [*TINY, "--data_path", texts, "--cache_dir", tmp_path / "cache", "--dropout", 0.1, *options]
+    common += ["--max_steps", 6, "--lr_schedule", "constant"]
+    assert train(*common, "--out_dir", tmp_path / "straight") == 0
+    assert train(*common, "--out_dir", tmp_path / "resumed", "--max_steps", 3) == 0
+    assert train(*common, "--out_dir", tmp_path / "resumed") == 0
+    assert curve(tmp_path / "resumed") == curve(tmp_path / "straight")
+    assert final_bytes(tmp_path / "resumed") == final_bytes(tmp_path / "straight")

@@ -78,7 +78,7 @@ class Backend(Protocol):
         ...
 
     def save(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Full float32 weights and optimizer state by parameter name, on the host. All ranks call it."""
+        """Full float32 weights and optimizer state by parameter name, on the first rank's host. All ranks call it."""
         ...
 
     def load(self, weights: dict[str, Tensor], optimizer: dict[str, Tensor]) -> None:

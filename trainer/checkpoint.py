@@ -40,7 +40,7 @@ def write_checkpoint(
     `before_commit()` (raise there to refuse), rename, fsync of the parent. Whatever fails is raised again
     after the temporary folder is removed; no other step is touched. A folder of the same step is replaced.
     """
-    target = run_dir / f"step_{step:08d}"
+    target = step_folder(run_dir, step)
     temporary = _temporary_name(target)
     temporary.mkdir()
     try:
@@ -111,6 +111,11 @@ def checkpoint_step(folder: Path) -> int:
     return int(match[1])
 
 
+def step_folder(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step stands, or would."""
+    return run_dir / f"step_{step:08d}"
+
+
 def step_folders(run_dir: Path) -> list[Path]:
     """Everything in `run_dir` that is named as a step folder, lowest step first; damaged ones included."""
     if not run_dir.is_dir():
@@ -135,20 +140,16 @@ def resolve_weights(name: str) -> Path:
 
 
 def prune(run_dir: Path, keep: int, pinned: Collection[int]) -> None:
-    """Delete all step folders but the newest `keep`, the `pinned` steps and the newest that verifies.
+    """Delete all step folders but the newest `keep` and the `pinned` steps.
 
-    A folder that cannot be deleted is warned about: cleaning up never stops a run.
+    Call it right after a save, with that step pinned: it is the one that is known to be whole. A folder that cannot
+    be deleted is warned about: cleaning up never stops a run.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint has to stay")
     folders = step_folders(run_dir)
     doomed = [folder for folder in folders[:-keep] if checkpoint_step(folder) not in pinned]
-    if not doomed:
-        return
-    newest = next((folder for folder in reversed(folders) if not verify(folder)), None)
     for folder in doomed:
-        if folder == newest:
-            continue
         # A kill in the middle of the deletion must not leave half a folder under a step's name.
         gone = _temporary_name(folder)
         try:

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.backends import Batch, Step
 
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -45,9 +47,21 @@ class Ranks:
         dist.all_reduce(total, group=self.control)
         return total.tolist()
 
+    def require_same(self, value: object) -> None:
+        """Raise ValueError on every rank unless all ranks hold an equal value (of JSON's types). A collective."""
+        digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+        mine = int.from_bytes(digest[:6], "little")  # 48 bits: exact in float64
+        everyones = self.sum([mine if rank == self.rank else 0 for rank in range(self.world_size)])
+        different = [rank for rank, other in enumerate(everyones) if other != everyones[0]]
+        if different:
+            raise ValueError(
+                f"ranks {different} were started with other options, data or model than rank 0; every node needs the "
+                "same command, code and files"
+            )
+
     def connect(self, timeout_seconds: float) -> None:
         """Join the process group: NCCL on CUDA, gloo elsewhere, with a gloo group for agreement beside it."""
-        if self.world_size == 1 or dist.is_initialized():
+        if self.world_size == 1:
             return
         timeout = datetime.timedelta(seconds=timeout_seconds)
         on_gpu = self.device.type == "cuda"
@@ -82,8 +96,10 @@ def choose_device(name: str | None, local_rank: int) -> torch.device:
 
     MiniMind's `cuda:0` means one GPU per rank here as there: the index follows the local rank where there are several.
     """
+    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
     if name is None:
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        apple = alone and torch.backends.mps.is_available()
+        name = "cuda" if torch.cuda.is_available() else "mps" if apple else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as problem:
@@ -92,6 +108,8 @@ def choose_device(name: str | None, local_rank: int) -> torch.device:
         raise ValueError(f"--device {name}: use cuda, cpu or mps")
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ValueError(f"--device {name}: this torch ({torch.__version__}) sees no Apple GPU; use --device cpu")
+    if device.type == "mps" and not alone:
+        raise ValueError(f"--device {name}: gloo cannot add up gradients on Apple GPUs; use one process, or cpu")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = local_rank if "LOCAL_RANK" in os.environ else device.index or 0
@@ -180,7 +198,7 @@ class DataParallel:
         # Validation goes past DDP: its ranks have unequal numbers of batches.
         model = self.model if torch.is_grad_enabled() else self.module
         with self.autocast:
-            return model(**batch)
+            return model(**self._to_device(batch))
 
     def backward(self, loss: Tensor) -> Tensor:
         """Add the loss's gradients to those of the step; return its value, detached."""
@@ -212,10 +230,14 @@ class DataParallel:
         return rate
 
     def save(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Full float32 weights and optimizer state by parameter name, on the host."""
+        """Full float32 weights and optimizer state by parameter name, on the host; empty but on the first rank."""
+        if not self.ranks.is_first:
+            return {}, {}
         optimizer = {}
-        for parameter, state in self.optimizer.state.items():
-            optimizer |= {f"{key}.{self.names[parameter]}": value.cpu() for key, value in state.items()}
+        for parameter, name in self.names.items():
+            # A parameter that no step has used yet has no state; zeros are what AdamW would begin with.
+            state = self.optimizer.state.get(parameter) or self._fresh_state(parameter)
+            optimizer |= {f"{key}.{name}": state[key].cpu() for key in MOMENTS}
         if self.scaler.is_enabled():
             optimizer |= {f"scaler.{k}": torch.tensor(v) for k, v in self.scaler.state_dict().items()}
         return {name: parameter.detach().cpu() for parameter, name in self.names.items()}, optimizer
@@ -226,14 +248,18 @@ class DataParallel:
         optimizer = {key: value for key, value in optimizer.items() if key not in scaler}
         if scaler and self.scaler.is_enabled():
             self.scaler.load_state_dict({key.removeprefix("scaler."): value for key, value in scaler.items()})
-        moments = ("step", "exp_avg", "exp_avg_sq")
         _require_same(self.names.values(), weights, "weights")
         _require_same(
-            [f"{key}.{name}" for name in self.names.values() for key in moments], optimizer, "optimizer state"
+            [f"{key}.{name}" for name in self.names.values() for key in MOMENTS], optimizer, "optimizer state"
         )
         for parameter, name in self.names.items():
             parameter.data.copy_(weights[name])
-            self.optimizer.state[parameter] = {key: optimizer[f"{key}.{name}"].to(parameter.device) for key in moments}
+            self.optimizer.state[parameter] = {key: optimizer[f"{key}.{name}"].to(parameter.device) for key in MOMENTS}
+
+    @staticmethod
+    def _fresh_state(parameter: nn.Parameter) -> dict[str, Tensor]:
+        zeros = {key: torch.zeros_like(parameter) for key in MOMENTS}
+        return zeros | {"step": torch.zeros((), dtype=torch.float32)}
 
     def _settle_buckets(self, batch: Batch) -> None:
         """Run one synchronised pass and throw its gradients away.

@@ -14,6 +14,7 @@ class Validation(Protocol):
     batch_count: int  # over all ranks
     target_tokens: int  # over all batches
     text_bytes: int  # UTF-8 bytes of the texts behind them; 0 where that means nothing
+    fingerprint: str  # of the samples
 
     def batches(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Yield (number of the batch, batch) for every batch of this rank."""

@@ -1,6 +1,7 @@
 """What a checkpoint remembers of the run that wrote it, and how a resumed run compares itself with that."""
 
 import dataclasses
+import platform
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from trainer.ddp import Ranks
 # refused, and all others (logging, saving, workers, ...) are nobody's business.
 CHANGED_ALOUD = (
     "learning_rate", "base_batch_size", "lr_scaling", "lr_schedule", "warmup_steps", "weight_decay", "grad_clip",
-    "epochs", "max_steps", "val_path", "val_fraction",
+    "epochs", "max_steps", "val_path", "from_weight",
 )  # fmt: skip
 
 BIT_CHANGING_OPTIONS = (
@@ -34,8 +35,10 @@ class TrainState:
     step: int = 0  # optimizer steps done, so also the number of the next one
     tokens: int = 0  # target tokens trained on
     skipped_updates: int = 0  # steps whose update was not finite
-    best_step: int | None = None  # of the lowest validation loss
+    validated_step: int = 0  # the last step that was validated
+    best_step: int | None = None  # committed checkpoint of the lowest validation loss
     best_val_loss: float | None = None
+    best_val_set: str | None = None  # fingerprint of the samples that it was measured on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +59,21 @@ def environment(ranks: Ranks, options: dict[str, object]) -> dict[str, object]:
     return {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(ranks.device) if on_gpu else ranks.device.type,
-        "kernels": torch.version.cuda if on_gpu else torch.backends.cpu.get_cpu_capability(),
+        "kernels": f"CUDA {torch.version.cuda}" if on_gpu else torch.backends.cpu.get_cpu_capability(),
+        "processor": _processor(),
         "threads": torch.get_num_threads(),
         "world_size": ranks.world_size,
         **{name: options[name] for name in BIT_CHANGING_OPTIONS},
     }
+
+
+def _processor() -> str:
+    """Model of the CPU: the same instruction set on two models need not mean the same kernels."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def write_saved(folder: Path, saved: Saved) -> None:

@@ -50,20 +50,33 @@ class Sink(Protocol):
 
 
 class Jsonl:
-    """One JSON object a line, full precision, flushed at once: {"step": 10, "loss": ...}; null where not finite."""
+    """One JSON object a line, full precision, written at once: {"step": 10, "loss": ...}; null where not finite.
+
+    This is the run's curve, so a full disk does not end it: lines that cannot be written wait for the next one.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._waiting, self._warned = path, b"", False
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """Append one line."""
+        """Append one line, and those that are still waiting."""
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **numbers}) + "\n")
-        self._file.flush()
+        self._waiting += json.dumps({"step": step, **numbers}).encode() + b"\n"
+        try:
+            written = os.write(self._file, self._waiting)
+        except OSError as problem:
+            if not self._warned:
+                log.warning("%s cannot be written now, its lines are kept for later: %s", self._path, problem)
+            self._warned = True
+        else:
+            self._waiting, self._warned = self._waiting[written:], False
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; say so if lines were lost."""
+        os.close(self._file)
+        if self._waiting:
+            log.error("%s: the last %d lines could not be written", self._path, self._waiting.count(b"\n"))
 
 
 class Console:

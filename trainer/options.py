@@ -4,6 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 SCHEDULES = ("cosine", "wsd", "constant", "minimind")
 SCALINGS = ("linear", "sqrt", "none")
@@ -64,7 +65,8 @@ def add_run_options(
         "--resume_from_checkpoint",
         "--from_resume",
         default=True,
-        help="go on from the newest valid checkpoint in out_dir; false sets a used folder aside as <out_dir>.old-N",
+        help="go on from the newest valid checkpoint in out_dir; false sets a used folder aside as <out_dir>.old-N, "
+        "at every start but a restart by torchrun",
     )
     run.add_argument(
         "--checkpoint_interval",
@@ -238,7 +240,7 @@ def validate(args: argparse.Namespace) -> None:
             problems.append(f"--{name} {value}: must be at least {limit}{why}")
 
     for name in (
-        "epochs", "max_steps", "batch_size", "gradient_accumulation_steps", "base_batch_size", "hidden_size",
+        "max_steps", "batch_size", "gradient_accumulation_steps", "base_batch_size", "hidden_size",
         "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "checkpoint_interval",
         "keep_checkpoints", "log_interval", "ddp_timeout",
     ):  # fmt: skip
@@ -246,7 +248,11 @@ def validate(args: argparse.Namespace) -> None:
     at_least("max_seq_len", 2)
     for name in ("warmup_steps", "weight_decay", "learning_rate", "eval_interval", "num_workers", "seed"):
         at_least(name, 0)
-    if not args.ddp_bucket_cap_mb > 0:
+    if not 0 < args.epochs < math.inf:
+        problems.append(f"--epochs {args.epochs}: must be above 0")
+    if args.seed >= 2**63:
+        problems.append(f"--seed {args.seed}: must be below 2^63")
+    if not 0 < args.ddp_bucket_cap_mb < math.inf:
         problems.append(f"--ddp_bucket_cap_mb {args.ddp_bucket_cap_mb}: must be above 0 (25 is DDP's default)")
     if args.compile and args.ddp_bucket_cap_mb < 1:
         problems.append(
@@ -262,7 +268,7 @@ def validate(args: argparse.Namespace) -> None:
         problems.append("--val_path and --val_fraction both choose the validation texts; give one")
     if args.use_moe:
         problems.append("--use_moe 1: mixture-of-experts models are not supported; leave it out")
-    if args.out_dir.rstrip("/") in ("out", "./out"):
-        problems.append("--out_dir out is the parent of all runs; name the run, as in --out_dir out/pretrain")
+    if Path(args.out_dir).name == "out":
+        problems.append(f"--out_dir {args.out_dir} is the parent of all runs; name the run, as in out/pretrain")
     if problems:
         raise ValueError("; ".join(problems))

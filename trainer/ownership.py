@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 5.0
 POLL_SECONDS = 0.1
-RESUMABLE = 75
-HOPELESS = 78
+# How a run ends, as sysexits.h has it: EX_OK, EX_TEMPFAIL (stopped, start again), EX_CONFIG (trying again cannot help).
+DONE, STOPPED, HOPELESS = 0, 75, 78
 NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 PR_SET_PDEATHSIG = 1
 
@@ -136,16 +136,21 @@ def claim(run_dir: Path, wait_seconds: float = 15.0, stale_seconds: float = 60.0
         raise ValueError(_unusable(run_dir, error)) from error
 
 
-def claim_anew(run_dir: Path) -> Owner:
-    """Become the owner of an empty `run_dir`: one that holds a run already is first renamed `<run_dir>.old-N`."""
-    owner = claim(run_dir)
-    kept = [path for path in run_dir.iterdir() if not path.name.startswith(("owner.", ".owner."))]
-    if not kept:
+def set_run_aside(owner: Owner) -> Owner:
+    """Rename the owned folder to `<run_dir>.old-N` if it holds a run; return the owner of the folder to use.
+
+    Raises ValueError where the folder cannot be renamed, as a mount point cannot.
+    """
+    run_dir = owner.record.parent
+    if not any(path.name == "metrics.jsonl" or path.name.startswith("step_") for path in run_dir.iterdir()):
         return owner
     number = 1
     while os.path.lexists(aside := run_dir.with_name(f"{run_dir.name}.old-{number}")):
         number += 1
-    run_dir.rename(aside)
+    try:
+        run_dir.rename(aside)
+    except OSError as error:
+        raise ValueError(f"{run_dir} holds a run and cannot be set aside as {aside.name}: {error.strerror}") from error
     log.warning("%s held a run; it is now %s", run_dir, aside)
     anew = claim(run_dir)
     owner.record = aside / owner.record.name
@@ -185,7 +190,7 @@ def leave(code: int) -> None:
         except OSError as error:
             log.warning("cannot tell the launcher the exit code %s: %s", code, error)
     bare = "TORCHELASTIC_RUN_ID" in os.environ and "LAUNCH_PID" not in os.environ
-    if bare and code in (RESUMABLE, HOPELESS):
+    if bare and code in (STOPPED, HOPELESS):
         # torchrun answers with SIGTERM to every rank; this one is on its way out already.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.kill(os.getppid(), signal.SIGTERM)

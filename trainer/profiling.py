@@ -14,7 +14,7 @@ class StepClock:
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._steps = self._tokens = 0
-        self.step_seconds = 0.0  # of the last lap
+        self._last_lap = 0.0
 
     def count(self, tokens: int) -> None:
         """Note one finished step."""
@@ -28,6 +28,13 @@ class StepClock:
         yield
         self._start += time.perf_counter() - began
 
+    @property
+    def step_seconds(self) -> float:
+        """Mean duration of a step in this lap, or in the last one; 0 before the first step."""
+        if not self._steps:
+            return self._last_lap
+        return (time.perf_counter() - self._start) / self._steps
+
     def lap(self) -> dict[str, float]:
         """Rates since the last lap: tokens_per_second and step_seconds; empty when no step was counted."""
         now = time.perf_counter()
@@ -35,8 +42,8 @@ class StepClock:
         self._start, self._steps, self._tokens = now, 0, 0
         if not steps:
             return {}
-        self.step_seconds = seconds / steps
-        return {"tokens_per_second": tokens / seconds, "step_seconds": self.step_seconds}
+        self._last_lap = seconds / steps
+        return {"tokens_per_second": tokens / seconds, "step_seconds": self._last_lap}
 
 
 class Pending:

@@ -18,20 +18,13 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._previous: dict[int, object] = {}
 
     def install(self) -> None:
-        """Take over the stop signals. An ignored SIGHUP (nohup) stays ignored."""
+        """Take over the stop signals until the process ends. An ignored SIGHUP (nohup) stays ignored."""
         for name in STOP_SIGNALS:
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._remember)
-
-    def restore(self) -> None:
-        """Give the signals back to whoever had them."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
+                signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name

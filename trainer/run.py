@@ -19,13 +19,21 @@ from trainer.ddp import Ranks, find_ranks
 from trainer.evaluation import Validation, evaluate
 from trainer.lineage import TrainState
 from trainer.monitor import Console, Jsonl, Monitor
-from trainer.ownership import Owner, OwnershipLost, claim, claim_anew, die_with_parent, leave
+from trainer.ownership import (
+    DONE,
+    HOPELESS,
+    STOPPED,
+    Owner,
+    OwnershipLost,
+    claim,
+    die_with_parent,
+    leave,
+    set_run_aside,
+)
 from trainer.plan import Plan
 from trainer.profiling import Pending, StepClock
 from trainer.recovery import StopFlag
 from trainer.snapshots import Snapshots
-
-DONE, STOPPED, HOPELESS = 0, 75, 78  # sysexits.h: EX_OK, EX_TEMPFAIL, EX_CONFIG
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +43,9 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
     """Own out_dir, set up logging, seeds and ranks; in the end leave with the code that says what happened.
 
     0: all steps are done. 75: stopped by a signal and saved, start again to go on. 78: trying again cannot help
-    (a wrong option, bad data, a folder in use). Rank 0 writes the code to out_dir/exit.json. An error of ours ends
-    with its traceback and code 1, without meeting the other ranks: they may be inside a collective.
+    (a wrong option, bad data, a folder in use). 1: the last checkpoint could not be written. Rank 0 writes the code to
+    out_dir/exit.json. An error of ours ends with its traceback and code 1, without meeting the other ranks: they may
+    be inside a collective.
     """
     die_with_parent()
     rank = os.environ.get("RANK", "0")
@@ -54,6 +63,9 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
     except OwnershipLost as problem:
         log.error("%s", problem)
         run.owner, code, reason = None, HOPELESS, str(problem)
+    except KeyboardInterrupt:
+        # Before training nobody has taken the signals over, and there is nothing to save.
+        code, reason = STOPPED, "stopped before the first step"
     except ValueError as problem:
         if run is not None and run.training:
             raise
@@ -72,7 +84,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, stage: str) -> None:
         self.args, self.stage, self.dir = args, stage, Path(args.out_dir)
-        self.training = self._stopping = False
+        self.training = self._stopping = self._unsaved = False
         self.ranks: Ranks = find_ranks(args.device)
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.on_gpu = self.ranks.device.type == "cuda"
@@ -81,7 +93,8 @@ class Run:
         self.resumes = args.resume_from_checkpoint or restarted
         self.owner: Owner | None = None
         if self.ranks.is_first:
-            self.owner = claim(self.dir) if self.resumes else claim_anew(self.dir)
+            self.owner = claim(self.dir)
+            (self.dir / "exit.json").unlink(missing_ok=True)  # that of an earlier start
             for note in args.notes:
                 log.warning("%s", note)
         self.monitor = Monitor(self.dir if self.ranks.is_first else None)
@@ -152,19 +165,26 @@ class Run:
             **{name: getattr(args, name) for name in names},
         )
         options = {k: v for k, v in vars(args).items() if k not in ("given", "notes", "command")}
+        fingerprint = {
+            "stage": self.stage,
+            "seed": args.seed,
+            "global_batch": self.plan.global_batch,
+            "max_seq_len": args.max_seq_len,
+            **fingerprint,
+        }
+        # Ranks that disagree on what comes when would wait for one another for ever, or mix two data sets.
+        rhythm = (args.eval_interval, args.checkpoint_interval, args.log_interval, args.dtype)
+        held_out = validation and (validation.fingerprint, validation.batch_count)
+        self.ranks.require_same([fingerprint, dataclasses.asdict(self.plan), rhythm, held_out])
+        if self.owner is not None and not self.resumes:
+            self.owner = set_run_aside(self.owner)
         self.snapshots = Snapshots(
             self.dir,
             self.ranks,
             self.owner,
             self.monitor,
             keep=args.keep_checkpoints,
-            fingerprint={
-                "stage": self.stage,
-                "seed": args.seed,
-                "global_batch": self.plan.global_batch,
-                "max_seq_len": args.max_seq_len,
-                **fingerprint,
-            },
+            fingerprint=fingerprint,
             options=options,
             environment=lineage.environment(self.ranks, options),
             write_model=write_model,
@@ -172,8 +192,7 @@ class Run:
         state = self.snapshots.restore(self.backend)
         if self.ranks.is_first:
             self._announce(state)
-        self._begin(state)
-        return state
+        return self._begin(state)
 
     def _announce(self, state: TrainState) -> None:
         """Write down the options, open the sinks, and say what is about to happen."""
@@ -195,16 +214,19 @@ class Run:
         kind = "resumed" if state.step else "started"
         self.monitor.event(kind, step=state.step, command=self.args.command, environment=environment)
 
-    def _begin(self, state: TrainState) -> None:
-        """Arm the signals and fetch the first step."""
+    def _begin(self, state: TrainState) -> TrainState:
+        """Arm the signals, make up for a validation that a stop left out, and fetch the first step."""
         self.stop.install()
         self.training = True
         self._step, self._pending = state.step, None
+        if self._validation_is_due(state):
+            state = self._validate(state)
         self._batches = self.loader.iterate(state.step, self.plan.total_steps)
         if self.continues(state):
             self._batch = next(self._batches)
             (self._target_tokens,) = self.ranks.sum([self._batch.target_tokens])
         self.clock = StepClock()
+        return state
 
     def continues(self, state: TrainState) -> bool:
         """Whether steps remain and no rank was told to stop."""
@@ -234,18 +256,26 @@ class Run:
         state, (self._target_tokens, stops) = self._agree(state, [coming, float(self.stop.received is not None)])
         self._pending, self._step, self._stopping = done, state.step, stops > 0
 
-        last = state.step == self.plan.total_steps
-        evaluates = self.validation is not None and (last or is_due(state.step, self.args.eval_interval))
-        saves = last or self._stopping or is_due(state.step, self.args.checkpoint_interval)
-        if evaluates or saves:
+        ends = self._stopping or state.step == self.plan.total_steps
+        # A stop has only so many seconds: the validation is made up for at the next start.
+        validates = self._validation_is_due(state) and not self._stopping
+        saves = ends or is_due(state.step, self.args.checkpoint_interval)
+        if validates or saves:
             # The curve up to here must be on the disk before a checkpoint says that it is.
             state, _ = self._agree(state, [])
             with self.clock.paused():
-                if evaluates:
-                    state = self._evaluate(state)
+                before, state = state, self._validate(state) if validates else state
                 if saves or state.best_step == state.step:
-                    self.snapshots.save(self.backend, state, self.clock.step_seconds)
+                    state = self._save(state, before, ends)
         return state
+
+    def _save(self, state: TrainState, before: TrainState, ends: bool) -> TrainState:
+        """Save, twice if need be at the end of a run; a best validation counts only with its checkpoint."""
+        for _ in range(2 if ends else 1):
+            if self.snapshots.save(self.backend, state, self.clock.step_seconds):
+                return state
+        self._unsaved = ends
+        return dataclasses.replace(state, best_step=before.best_step, best_val_loss=before.best_val_loss)
 
     def _agree(self, state: TrainState, values: list[float]) -> tuple[TrainState, list[float]]:
         """Sum values over the ranks, and settle the pending step with the same collective."""
@@ -274,23 +304,34 @@ class Run:
             self.monitor.write(pending.step, numbers | self.clock.lap())
         return state, values
 
-    def _evaluate(self, state: TrainState) -> TrainState:
+    def _validation_is_due(self, state: TrainState) -> bool:
+        due = is_due(state.step, self.args.eval_interval) or state.step == self.plan.total_steps
+        return self.validation is not None and due and state.validated_step < state.step
+
+    def _validate(self, state: TrainState) -> TrainState:
         result = evaluate(self.backend.module, self.backend.loss_sum, self.validation, self.ranks.sum)
         if self.ranks.is_first:
             self.monitor.write(state.step, result)
-        if state.best_val_loss is None or result["val_loss"] < state.best_val_loss:
-            state = dataclasses.replace(state, best_step=state.step, best_val_loss=result["val_loss"])
+        state = dataclasses.replace(state, validated_step=state.step)
+        loss, data = result["val_loss"], self.validation.fingerprint
+        if math.isfinite(loss) and (state.best_val_set != data or loss < state.best_val_loss):
+            state = dataclasses.replace(state, best_step=state.step, best_val_loss=loss, best_val_set=data)
         return state
 
     def outcome(self) -> tuple[int, str]:
         """Exit code and reason once the loop has ended."""
+        if self._unsaved:
+            newest = f"the newest checkpoint is that of step {self.snapshots.last_step}"
+            return 1, f"step {self._step} could not be saved; {newest}"
         if self._stopping and self._step < self.plan.total_steps:
             return STOPPED, f"stopped by {self.stop.received or 'a signal to another rank'} after step {self._step}"
         return DONE, f"all {self.plan.total_steps} steps are done"
 
     def close(self, code: int, reason: str) -> None:
-        """Write exit.json and give everything back, in reverse."""
-        self.stop.restore()
+        """Write exit.json and give the folder back.
+
+        The stop signals stay taken: another one, on the way out, must not undo what is saved and said.
+        """
         self.monitor.close()
         if self.owner is not None:
             self.monitor.event("ended", code=code, reason=reason)

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from trainer import lineage
 from trainer.backends import Backend
-from trainer.checkpoint import checkpoint_step, load_tensors, newest_valid, prune, save_tensors, write_checkpoint
+from trainer.checkpoint import (
+    checkpoint_step,
+    load_tensors,
+    newest_valid,
+    prune,
+    save_tensors,
+    step_folder,
+    write_checkpoint,
+)
 from trainer.ddp import Ranks
 from trainer.lineage import TrainState
 from trainer.monitor import Monitor, cut_metrics, sync_metrics
@@ -57,15 +65,14 @@ class Snapshots:
         return state
 
     def _load(self, backend: Backend) -> TrainState:
-        folder = self.run_dir / f"step_{self.last_step:08d}"
+        folder = step_folder(self.run_dir, self.last_step)
         saved = lineage.read_saved(folder)
         lineage.refuse_changes(saved.fingerprint, self.fingerprint, folder)
         backend.load(load_tensors(folder / "model.safetensors"), load_tensors(folder / "optimizer.safetensors"))
         if self.ranks.is_first:
             for line in lineage.changes_to_mention(saved, self.options, self.environment):
                 log.warning("%s", line)
-            if saved.save_seconds:
-                log.info("%s", stop_budget(saved.step_seconds, saved.save_seconds)[0])
+            self._report_budget(saved.step_seconds, saved.save_seconds)
         self.save_seconds = saved.save_seconds
         return saved.state
 
@@ -76,15 +83,27 @@ class Snapshots:
             return checkpoint_step(newest)
         return ALL_DAMAGED if list(self.run_dir.glob("step_*.damaged*")) else 0
 
-    def save(self, backend: Backend, state: TrainState, step_seconds: float) -> None:
-        """Commit a checkpoint. A disk that fails costs this one only: training goes on, the next one is tried.
+    def save(self, backend: Backend, state: TrainState, step_seconds: float) -> bool:
+        """Commit a checkpoint; False where the disk did not take it, which costs this one only. A collective.
 
-        All ranks call it. Raises OwnershipLost where another process has taken the folder over.
+        Raises OwnershipLost where another process has taken the folder over.
         """
-        weights, optimizer = backend.save()
-        if not self.ranks.is_first:
-            return
         started, first = time.perf_counter(), not self.save_seconds
+        weights, optimizer = backend.save()
+        saved = not self.ranks.is_first or self._write(weights, optimizer, state, step_seconds)
+        (failures,) = self.ranks.sum([float(not saved)])
+        if failures:
+            return False
+        self.last_step, self.save_seconds = state.step, time.perf_counter() - started
+        if self.ranks.is_first:
+            log.info("saved %s in %.1f s", step_folder(self.run_dir, state.step), self.save_seconds)
+            if first:
+                self._report_budget(step_seconds, self.save_seconds)
+        return True
+
+    def _write(
+        self, weights: dict[str, Tensor], optimizer: dict[str, Tensor], state: TrainState, step_seconds: float
+    ) -> bool:
 
         def write_files(folder: Path) -> None:
             self.write_model(folder, weights)
@@ -94,17 +113,18 @@ class Snapshots:
         saved = lineage.Saved(state, self.fingerprint, self.options, self.environment, step_seconds, self.save_seconds)
         try:
             sync_metrics(self.run_dir / "metrics.jsonl")
-            folder = write_checkpoint(self.run_dir, state.step, write_files, self.fingerprint, self.owner.check)
+            write_checkpoint(self.run_dir, state.step, write_files, self.fingerprint, self.owner.check)
         except OSError as problem:
             log.warning(
                 "the checkpoint of step %d failed (%s); training goes on and tries again at the next one; until then "
                 "the newest is that of step %d", state.step, problem, self.last_step,
             )  # fmt: skip
             self.monitor.event("save_failed", step=state.step, reason=str(problem))
-            return
-        prune(self.run_dir, self.keep, pinned=[] if state.best_step is None else [state.best_step])
-        self.last_step, self.save_seconds = state.step, time.perf_counter() - started
-        log.info("saved %s in %.1f s", folder, self.save_seconds)
-        if first:
-            line, tight = stop_budget(step_seconds, self.save_seconds)
-            log.log(logging.WARNING if tight else logging.INFO, "%s", line)
+            return False
+        prune(self.run_dir, self.keep, pinned={state.step, state.best_step})
+        return True
+
+    @staticmethod
+    def _report_budget(step_seconds: float, save_seconds: float) -> None:
+        line, tight = stop_budget(step_seconds, save_seconds)
+        log.log(logging.WARNING if tight else logging.INFO, "%s", line)
