@@ -6,7 +6,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -133,7 +133,7 @@ class StepLoader(Dataset):
         first = step * self.global_batch
         return shuffled(np.arange(first, first + self.global_batch), len(self.samples), self.seed).tolist()
 
-    def iterate(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+    def iterate(self, first_step: int, last_step: int) -> Generator[StepBatch, None, None]:
         """Yield the batches of steps first_step .. last_step - 1, prepared ahead by the workers.
 
         Start it in the main thread: on Linux the workers are killed when the thread that started them ends.

@@ -137,6 +137,8 @@ def kill_somewhere(job: Job, draw: random.Random) -> str:
         until(lambda: not alive(ranks), 2, "the ranks of a dead launcher to end")
     assert job.wait() != 0, job.text()
     until(lambda: not alive(ranks), 10, "all ranks to end")
+    # The survivors of a dead rank end by themselves; torch would kill them only after 30 s.
+    assert time.monotonic() - killed < 15, job.text()
     return f"{target} after step {step}{', inside a save' if inside_a_save else ''} ({time.monotonic() - killed:.1f} s)"
 
 

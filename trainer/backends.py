@@ -1,7 +1,7 @@
 """What a training script asks of a parallel back end, and the table that finds one by name."""
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -33,7 +33,7 @@ class Loader(Protocol):
         """Sequences in the data."""
         ...
 
-    def iterate(self, first_step: int, last_step: int) -> Iterator[StepBatch]:
+    def iterate(self, first_step: int, last_step: int) -> Generator[StepBatch, None, None]:
         """Yield this rank's part of the steps first_step .. last_step - 1."""
         ...
 

@@ -6,14 +6,14 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from trainer import lineage
-from trainer.backends import Backend, Loader, Step, build_backend
+from trainer.backends import Backend, Loader, Step, StepBatch, build_backend
 from trainer.checkpoint import newest_valid, resolve_weights, write_json
 from trainer.ddp import Ranks, find_ranks
 from trainer.evaluation import Validation, evaluate
@@ -85,6 +85,7 @@ class Run:
     def __init__(self, args: argparse.Namespace, stage: str) -> None:
         self.args, self.stage, self.dir = args, stage, Path(args.out_dir)
         self.training = self._stopping = self._unsaved = False
+        self._batches: Generator[StepBatch, None, None] | None = None
         self.ranks: Ranks = find_ranks(args.device)
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.on_gpu = self.ranks.device.type == "cuda"
@@ -328,10 +329,13 @@ class Run:
         return DONE, f"all {self.plan.total_steps} steps are done"
 
     def close(self, code: int, reason: str) -> None:
-        """Write exit.json and give the folder back.
+        """End the loader's workers, write exit.json and give the folder back.
 
         The stop signals stay taken: another one, on the way out, must not undo what is saved and said.
         """
+        if self._batches is not None:
+            # By hand: after an error its traceback keeps the loader alive, and Python waits for the workers at exit.
+            self._batches.close()
         self.monitor.close()
         if self.owner is not None:
             self.monitor.event("ended", code=code, reason=reason)
