@@ -79,5 +79,12 @@ def _refuse_constant(name: str) -> None:
 
 
 _JSON = json.JSONDecoder(parse_constant=_refuse_constant)
-_JSON_TYPES = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean"}
-_JSON_TYPES |= {dict: "an object", type(None): "null"}
+_JSON_TYPES = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}

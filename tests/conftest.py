@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import train_pretrain
+from trainer.checkpoint import step_folders
 from trainer.options import parse_options
 from trainer.recovery import STOP_SIGNALS
 
@@ -74,7 +75,7 @@ def curve(run_dir: Path) -> list[tuple]:
 
 def final_bytes(run_dir: Path) -> tuple[bytes, bytes]:
     """Weights and optimizer state of the last checkpoint, as they stand on the disk."""
-    folder = sorted(run_dir.glob("step_*"))[-1]
+    folder = step_folders(run_dir)[-1]
     return (folder / "model.safetensors").read_bytes(), (folder / "optimizer.safetensors").read_bytes()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset import tokens
+from dataset import records
 from dataset.records import DataError, text_of_line
 from dataset.tokenizer import TextTokenizer, load_tokenizer
 from dataset.tokens import open_token_cache
@@ -61,7 +61,7 @@ def decoded_documents(ids: np.ndarray, tokenizer: TextTokenizer) -> list[str]:
 def test_each_document_becomes_bos_ids_eos_whatever_the_chunk_size(tmp_path, tokenizer, monkeypatch, chunk_bytes):
     texts = TEXTS * 5
     path = write_jsonl(tmp_path / "a.jsonl", texts)
-    monkeypatch.setattr(tokens, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(records, "CHUNK_BYTES", chunk_bytes)
     cache = open_token_cache([path], tokenizer, tmp_path / "cache")
     assert cache.train.tokens.tolist() == expected_ids(texts, tokenizer)
     assert cache.train.tokens.dtype == np.uint16
@@ -128,7 +128,7 @@ def test_error_counts_all_bad_lines_and_shows_the_first_twenty(tmp_path, tokeniz
     lone_cr = good.replace(b"\n", b"\r") + good
     first.write_bytes(b"\n" + good * 10 + bad + lone_cr + good)
     second.write_bytes(good + bad * 30)
-    monkeypatch.setattr(tokens, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(records, "CHUNK_BYTES", 40)
     with pytest.raises(DataError) as error:
         open_token_cache([str(first), str(second)], tokenizer, tmp_path / "cache")
     heading, *lines = str(error.value).splitlines()
@@ -140,8 +140,8 @@ def test_error_counts_all_bad_lines_and_shows_the_first_twenty(tmp_path, tokeniz
 
 def test_a_line_too_long_for_memory_is_named(tmp_path, tokenizer, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", ["short", "long " * 500])
-    monkeypatch.setattr(tokens, "CHUNK_BYTES", 50)
-    monkeypatch.setattr(tokens, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(records, "CHUNK_BYTES", 50)
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 1000)
     with pytest.raises(DataError, match=r"a\.jsonl:2: a line of over 1,000 bytes"):
         open_token_cache([path], tokenizer, tmp_path / "cache")
 
