@@ -15,6 +15,7 @@ import torch
 
 import train_pretrain
 from trainer.checkpoint import step_folders
+from trainer.ddp import Ranks
 from trainer.options import parse_options
 from trainer.recovery import STOP_SIGNALS
 
@@ -34,6 +35,16 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.chdir(ROOT)
+
+
+def lively(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """The model with weights large enough for logits around 5, and norms that are not one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1 + 0.2 * noise if weight.dim() == 1 else 0.15 * noise)
+    return model
 
 
 def write_texts(path: Path, count: int, seed: int = 0) -> Path:
@@ -104,6 +115,13 @@ class Peers:
         """Make the next process group start on a port of its own."""
         os.environ["MASTER_PORT"] = str(self._ports.pop())
         self.meet()
+
+    def connect(self) -> Ranks:
+        """Join a process group of one's own; `disconnect` leaves it."""
+        self.new_group()
+        ranks = Ranks(self.rank, self.rank, self.world_size, torch.device("cpu"))
+        ranks.connect(60)
+        return ranks
 
 
 def _on_rank(

@@ -18,7 +18,6 @@ from model.gpt import GPT
 from model.weights import load_model_folder
 from tests.conftest import TINY, Peers, curve, final_bytes, on_ranks, train, write_texts
 from tests.test_resume import cut_back
-from trainer.ddp import Ranks
 from trainer.evaluation import evaluate
 
 
@@ -61,9 +60,7 @@ def test_validation_runs_at_its_interval_and_at_the_end(trained: tuple[Path, Pat
 
 
 def evaluate_on(peers: Peers, folder: Path, val: Path, results: Path) -> None:
-    ranks = Ranks(peers.rank, peers.rank, peers.world_size, torch.device("cpu"))
-    peers.new_group()
-    ranks.connect(60)
+    ranks = peers.connect()
     windows, _ = text_windows([str(val)], None, 0.0, load_tokenizer("model/tokenizer"), 32, results / "cache")
     loader = EvalLoader(windows, batch_size=2, rank=peers.rank, world_size=peers.world_size)
     model = load_model_folder(folder)

@@ -8,18 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.gpt import GPT, IGNORE_INDEX, GPTConfig, cross_entropy_sum
+from tests.conftest import lively
 
 TINY = dict(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
-
-
-def lively(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """The model with weights large enough for logits around 5, and norms that are not one."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.2 * noise if weight.dim() == 1 else 0.15 * noise)
-    return model
 
 
 def random_ids(rows: int, time: int, vocab: int = 97, seed: int = 1) -> Tensor:

@@ -63,9 +63,7 @@ def train_shared(model: nn.Module, ranks: Ranks, accumulation: int, steps: int, 
 
 
 def compare_two_ranks_with_one(peers: Peers) -> None:
-    ranks = Ranks(peers.rank, peers.rank, peers.world_size, torch.device("cpu"))
-    peers.new_group()
-    ranks.connect(60)
+    ranks = peers.connect()
     torch.manual_seed(1)
     shared = GPT(SIZES)
     shared_gradients, _ = train_shared(shared, ranks, accumulation=2, steps=10)
@@ -98,9 +96,7 @@ class Bigram(nn.Module):
 
 
 def compare_in_float64(peers: Peers) -> None:
-    ranks = Ranks(peers.rank, peers.rank, peers.world_size, torch.device("cpu"))
-    peers.new_group()
-    ranks.connect(60)
+    ranks = peers.connect()
     gradients, _ = train_shared(Bigram(), ranks, accumulation=4 // peers.world_size, steps=1)
     ids, targets, _ = unequal_rows(0)
     whole = Bigram()
@@ -115,9 +111,7 @@ def test_gradient_is_the_mean_over_all_target_tokens_in_float64(world_size: int)
 
 
 def count_reductions(peers: Peers) -> None:
-    ranks = Ranks(peers.rank, peers.rank, peers.world_size, torch.device("cpu"))
-    peers.new_group()
-    ranks.connect(60)
+    ranks = peers.connect()
     model = GPT(SIZES)
     backend = backend_for(model, ranks)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -147,9 +141,7 @@ def test_one_reduction_per_step_whatever_the_accumulation() -> None:
 
 def sum_equals_averaging(peers: Peers) -> None:
     """The hook's sum against ReduceOp.AVG over gradients that each rank divides by its own share."""
-    ranks = Ranks(peers.rank, peers.rank, peers.world_size, torch.device("cpu"))
-    peers.new_group()
-    ranks.connect(60)
+    ranks = peers.connect()
     torch.manual_seed(1)
     gradients, _ = train_shared(GPT(SIZES), ranks, accumulation=2, steps=1)
     torch.manual_seed(1)
@@ -169,9 +161,7 @@ def test_summed_gradients_equal_averaging() -> None:
 
 
 def nan_on_one_rank(peers: Peers) -> None:
-    ranks = Ranks(peers.rank, peers.rank, peers.world_size, torch.device("cpu"))
-    peers.new_group()
-    ranks.connect(60)
+    ranks = peers.connect()
     torch.manual_seed(1)
     model = GPT(SIZES)
     backend = backend_for(model, ranks)
@@ -294,11 +284,9 @@ class Branches(nn.Module):
 
 
 def train_with_unused_parameters(peers: Peers) -> None:
-    ranks = Ranks(peers.rank, peers.rank, peers.world_size, torch.device("cpu"))
     batch = {"input_ids": torch.ones(2, 4), "targets": torch.ones(2, 1)}
     for allowed in (True, False):
-        peers.new_group()
-        ranks.connect(60)
+        ranks = peers.connect()
         backend = backend_for(Branches(), ranks, find_unused_parameters=allowed)
         backend.set_rate(RATE)
 

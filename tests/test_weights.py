@@ -11,18 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from model.gpt import GPT, GPTConfig
 from model.weights import load_config, load_model_folder, load_weights_into, plain_names, save_model_folder
+from tests.conftest import lively
 
 TINY = dict(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
-
-
-def lively(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
-    """The model with weights large enough for logits around 5, and norms that are not one."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.2 * noise if weight.dim() == 1 else 0.15 * noise)
-    return model.eval()
 
 
 def assert_same_logits(foreign: torch.nn.Module, ours: GPT) -> None:
@@ -36,7 +27,7 @@ def assert_same_logits(foreign: torch.nn.Module, ours: GPT) -> None:
 def foreign_model(name: str, **changes) -> torch.nn.Module:
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{name}Config")(**TINY, num_key_value_heads=2, pad_token_id=0, **changes)
-    return lively(getattr(transformers, f"{name}ForCausalLM")(config))
+    return lively(getattr(transformers, f"{name}ForCausalLM")(config)).eval()
 
 
 def rewrite(path: Path, **changes) -> None:
@@ -58,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 def test_saved_folder_opens_in_transformers_with_equal_logits(tmp_path, qk_norm, tied):
     transformers = pytest.importorskip("transformers")
     config = GPTConfig(**TINY, qk_norm=qk_norm, tie_word_embeddings=tied, rope_theta=70_000.0, dropout=0.2)
-    model = lively(GPT(config))
+    model = lively(GPT(config)).eval()
     save_model_folder(tmp_path, config, model.state_dict())
     foreign, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(foreign).__name__ == ("Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM")
