@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+import warnings
 from collections.abc import Generator, Iterator
 from typing import NamedTuple, Protocol
 
@@ -140,6 +141,8 @@ class StepLoader(Dataset):
         """
         if self.num_workers:
             _allow_open_files(65536)
+        # How many workers are too many is said once, for all ranks, when the run starts.
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
         yield from DataLoader(
             self,
             batch_size=None,

@@ -78,7 +78,8 @@ def _refuse_constant(name: str) -> None:
     raise json.JSONDecodeError(f"{name} is not JSON", "", 0)
 
 
-_JSON = json.JSONDecoder(parse_constant=_refuse_constant)
+# Numbers are of no use here; as floats they may have any number of digits.
+_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=float)
 _JSON_TYPES = {
     dict: "an object",
     list: "a list",

@@ -54,7 +54,10 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ValueError(f"--tokenizer_path {folder}: no such folder; give one with {_FILES_NEEDED}")
+        raise ValueError(
+            f"--tokenizer_path {folder}: no such folder (looked from {Path.cwd()}); start from the root of the clone, "
+            f"or give a folder with {_FILES_NEEDED}"
+        )
     description, config = (_read_json(folder / name) for name in TOKENIZER_FILES)
     full = _build(description, folder)
     names = ("bos_token", "eos_token", "pad_token")

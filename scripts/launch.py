@@ -100,7 +100,7 @@ def make_agent(stop: Stop) -> type:
         def _monitor_workers(self, worker_group):
             if stop.signal is not None:
                 name = stop.signal.name
-                say(f"{name}: waiting for the ranks to save and end; kill -9 {os.getpid()} does not wait")
+                say(f"{name}: the ranks finish their step and save it (to end at once, without: kill -9 {os.getpid()})")
                 raise SignalException(name, signal.SIGTERM)
             if any(rank.poll() in (STOPPED, HOPELESS) for rank in self.ranks()):
                 # torch would give the others 30 seconds, which may be less than they need for their save.
@@ -172,7 +172,9 @@ def launch(argv: list[str], stop: Stop) -> int:
     for rank, code in sorted(codes.items()):
         if code not in (0, STOPPED, HOPELESS, -signal.SIGTERM):
             say(f"rank {rank} " + (f"exited with {code}" if code > 0 else f"died of {signal.Signals(-code).name}"))
-    if stop.signal is not None and stop.exit_file.exists():
+    # A rank on its way out may still die of a second SIGTERM; the code that it left behind is the truth.
+    stopped = stop.signal is not None or set(codes.values()) <= {0, -signal.SIGTERM}
+    if stopped and stop.exit_file.exists():
         return json.loads(stop.exit_file.read_text())["code"]
     return exit_code(codes.values(), stopping=stop.signal is not None)
 

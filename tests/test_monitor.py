@@ -18,9 +18,23 @@ def test_lines_past_the_checkpoint_are_cut_and_the_others_keep_their_bytes(tmp_p
     before = path.read_bytes().splitlines(keepends=True)
     with open(path, "a") as file:
         file.write('{"step": 6, "lo')  # a crash in the middle of a line
-    cut_metrics(path, 3)
+        file.write("\n")
+    with open(path, "ab") as file:
+        file.write(b"\xff\xfe no text at all\n")
+    cut_metrics(path, 3, 3)
     assert path.read_bytes() == b"".join(before[:3])
-    cut_metrics(tmp_path / "absent.jsonl", 3)
+    cut_metrics(tmp_path / "absent.jsonl", 3, 3)
+
+
+def test_a_validation_that_the_checkpoint_does_not_know_of_is_cut(tmp_path: Path) -> None:
+    sink = Jsonl(tmp_path / "metrics.jsonl")
+    sink.write(4, {"val_loss": 3.0})
+    sink.write(5, {"loss": 1.0})
+    sink.write(5, {"val_loss": 2.0})
+    sink.close()
+    cut_metrics(tmp_path / "metrics.jsonl", 5, 4)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 4, "val_loss": 3.0}, {"step": 5, "loss": 1.0}]
 
 
 def test_numbers_keep_full_precision_and_what_is_not_finite_is_null(tmp_path: Path) -> None:

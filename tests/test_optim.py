@@ -86,7 +86,8 @@ def test_plan_covers_every_sample_of_every_epoch() -> None:
     assert PLAN.global_batch == 512
     assert PLAN.total_steps == 4  # 2000 sequences need 3.9 steps of 512
     assert PLAN.peak_rate == pytest.approx(1e-3)
-    assert [PLAN.epoch_of(step) for step in (1, 2, 4)] == [(1, 3), (2, 3), (3, 3)]
+    # The last step runs into a third epoch, which is none of the two that were asked for.
+    assert [PLAN.epoch_of(step) for step in (1, 2, 4)] == [(1, 2), (2, 2), (2, 2)]
     assert replace(PLAN, max_steps=7).total_steps == 7
 
 
@@ -100,3 +101,8 @@ def test_plan_says_how_batch_and_rate_came_about() -> None:
     assert "global batch 512 sequences = 64 per micro-batch x 8 ranks x 1 accumulated" in text
     assert "peak rate 0.001 = 0.0005 scaled 'linear' from 256 to 512 sequences" in text
     assert "4 steps" in text
+    assert "note:" not in text
+
+
+def test_a_rate_that_scaling_made_tiny_is_pointed_out() -> None:
+    assert "128 times below --learning_rate" in "\n".join(replace(PLAN, world_size=1, batch_size=2).lines())

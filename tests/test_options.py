@@ -57,6 +57,7 @@ def test_minimind_names_are_aliases(alias: str, value: str, name: str, expected:
 def test_save_dir_and_save_weight_name_the_run_folder() -> None:
     assert parsed("--save_dir", "../out", "--save_weight", "mine").out_dir == "../out/mine"
     assert parsed("--save_dir", "elsewhere").out_dir == "elsewhere/pretrain"
+    assert parsed("--save_weight", "mine").out_dir == "out/mine"
 
 
 def test_stage_names_of_weights_mean_their_folders() -> None:
@@ -92,7 +93,9 @@ def test_all_problems_come_in_one_message(capsys: pytest.CaptureFixture[str]) ->
     ("argv", "part"),
     [
         (["--out_dir", "out"], "out/pretrain"),
-        (["--save_weight", "x"], "--save_dir"),
+        (["--out_dir", ""], "out/pretrain"),
+        (["--out_dir", "."], "out/pretrain"),
+        (["--out_dir", "../out"], "out/pretrain"),
         (["--save_dir", "a", "--out_dir", "b"], "give only --out_dir"),
         (["--val_path", "x", "--val_fraction", "0.1"], "give one"),
         (["--checkpoint", "5"], "unrecognized arguments"),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.ownership import Owner, OwnershipLost, RunInUse, claim, set_run_aside
+from trainer.ownership import Owner, OwnershipLost, RunInUse, begin_anew, begun_by_this_launch, claim
 
 ROOT = Path(__file__).parent.parent
 fork = multiprocessing.get_context("fork")
@@ -212,14 +212,28 @@ def test_starting_anew_keeps_every_earlier_run_under_another_name(tmp_path: Path
     for number in (1, 2):
         owner = claim(run)
         (run / "exit.json").write_text("of a start that failed: no run")
-        assert set_run_aside(owner) is owner
+        assert begin_anew(owner) is owner
         (run / "metrics.jsonl").write_text(f"run {number}")
-        owner = set_run_aside(owner)
+        owner = begin_anew(owner)
         owner.check()
         owner.release()
         assert not (run / "metrics.jsonl").exists()
         assert (tmp_path / f"run.old-{number}" / "metrics.jsonl").read_text() == f"run {number}"
         assert not (tmp_path / f"run.old-{number}" / "owner.json").exists()
+
+
+def test_only_a_restart_by_the_same_launcher_goes_on_with_what_was_begun_anew(tmp_path: Path, monkeypatch):
+    run = tmp_path / "run"
+    begin_anew(claim(run)).release()
+    assert not begun_by_this_launch(run), "the first start of a launch begins anew"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert begun_by_this_launch(run)
+    # A restart of a rank that died before the old run was set aside finds another launch's mark, or none.
+    mark = run / "owner.launch"
+    mark.write_text(mark.read_text() + "0")
+    assert not begun_by_this_launch(run)
+    mark.unlink()
+    assert not begun_by_this_launch(run)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux only")

@@ -184,3 +184,21 @@ def test_bare_torchrun_restarts_a_killed_rank_and_the_run_goes_on(straight: Job)
     os.kill(job.ranks()[0], signal.SIGKILL)
     assert job.wait() == 0, job.text()
     assert_same(job, straight)
+
+
+def test_ctrl_c_pressed_again_and_again_still_ends_with_75(tmp_path: Path) -> None:
+    job = Job(tmp_path, "impatient")
+    write_texts(tmp_path / "texts.jsonl", 64)
+    command = [str(part) for part in (sys.executable, "train_pretrain.py", *job.options)]
+    with open(job.log, "ab") as log:
+        job.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    until(lambda: job.lines() >= 3, 60, "step 3")
+
+    def press_until_it_ends() -> bool:
+        job.process.send_signal(signal.SIGINT)
+        return job.process.poll() is not None
+
+    until(press_until_it_ends, 30, "the run to end")
+    assert job.process.returncode == STOPPED, job.text()
+    assert json.loads((job.run_dir / "exit.json").read_text())["code"] == STOPPED
+    assert "Traceback" not in job.text()

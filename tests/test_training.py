@@ -363,3 +363,15 @@ def test_resume_is_exact_with(texts: Path, tmp_path: Path, options: list[str]) -
     assert train(*common, "--out_dir", tmp_path / "resumed") == 0
     assert curve(tmp_path / "resumed") == curve(tmp_path / "straight")
     assert final_bytes(tmp_path / "resumed") == final_bytes(tmp_path / "straight")
+
+
+def test_a_diverged_run_says_so_and_saves_no_weights_that_are_not_finite(texts: Path, tmp_path: Path, caplog) -> None:
+    options = [*TINY, "--data_path", texts, "--cache_dir", tmp_path / "cache", "--max_steps", 8]
+    options += ["--lr_schedule", "constant", "--warmup_steps", 0, "--checkpoint_interval", 4]
+    assert train(*options, "--out_dir", tmp_path / "skips", "--learning_rate", 1e6) == 0
+    reason = json.loads((tmp_path / "skips" / "exit.json").read_text())["reason"]
+    assert "updates were skipped" in reason
+    # A finite gradient times such a rate overflows the weights themselves.
+    assert train(*options, "--out_dir", tmp_path / "overflows", "--learning_rate", 1e38) == 1
+    assert "is not saved" in caplog.text
+    assert not list((tmp_path / "overflows").glob("step_*"))

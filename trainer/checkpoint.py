@@ -130,7 +130,9 @@ def resolve_weights(name: str) -> Path:
     """
     folder = Path(name)
     if not folder.is_dir():
-        raise ValueError(f"--from_weight {name}: no such folder; give a run's, a checkpoint's or a transformers folder")
+        hint = f"did you mean out/{name}?" if (Path("out") / name).is_dir() else "give a run's, a checkpoint's or a "
+        hint += "" if hint.endswith("?") else "transformers folder"
+        raise ValueError(f"--from_weight {name}: no such folder (looked from {Path.cwd()}); {hint}")
     if not step_folders(folder):
         return folder
     newest = newest_valid(folder, owner=False)

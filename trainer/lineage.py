@@ -95,13 +95,18 @@ def read_saved(folder: Path) -> Saved:
 
 def refuse_changes(saved: dict[str, object], given: dict[str, object], folder: Path) -> None:
     """Raise one ValueError naming every part of the fingerprint that differs, with saved and given value."""
-    differences = [f"{name}: {was!r} there, {now!r} here" for name, was, now in _differences(saved, given)]
+    differences = [f"{name}: {_short(was)} there, {_short(now)} here" for name, was, now in _differences(saved, given)]
     if differences:
         raise ValueError(
             f"{folder} belongs to another run than this command asks for: {'; '.join(differences)}. Give the saved "
             "values (the global batch is batch_size x ranks x accumulation), another --out_dir, or "
             "--resume_from_checkpoint false to set the folder aside and start anew"
         )
+
+
+def _short(value: object) -> str:
+    """A value for a message; of a SHA-256 the first digits are enough to tell two apart."""
+    return f"{value[:10]}..." if isinstance(value, str) and len(value) == 64 else repr(value)
 
 
 def _differences(

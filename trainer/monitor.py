@@ -150,22 +150,23 @@ def sync_metrics(path: Path) -> None:
             os.fsync(file.fileno())
 
 
-def cut_metrics(path: Path, last_step: int) -> None:
-    """Drop the lines of metrics.jsonl past `last_step`: a resumed run writes them again.
+def cut_metrics(path: Path, last_step: int, validated_step: int) -> None:
+    """Drop the lines of metrics.jsonl past `last_step`, and validations past `validated_step`: both come again.
 
     A last line that a crash cut short belongs to those. Atomic; the other lines keep their bytes.
     """
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in path.read_bytes().splitlines(keepends=True):
         try:
-            if line.endswith("\n") and json.loads(line)["step"] <= last_step:
+            values = json.loads(line)
+            if line.endswith(b"\n") and values["step"] <= (validated_step if "val_loss" in values else last_step):
                 kept.append(line)
         except (ValueError, KeyError, TypeError):
             log.warning("%s: dropping an unreadable line: %.80r", path, line)
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
+    with temporary.open("wb") as file:
         file.writelines(kept)
         file.flush()
         os.fsync(file.fileno())

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 SCHEDULES = ("cosine", "wsd", "constant", "minimind")
 SCALINGS = ("linear", "sqrt", "none")
@@ -32,9 +33,15 @@ def add_switch(parser: argparse.ArgumentParser, *names: str, default: bool, help
     parser.add_argument(*names, type=yes_or_no, nargs="?", const=True, default=default, metavar="BOOL", help=help)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """End with the one sentence that matters, not with forty lines of usage before it."""
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+
+
 def new_parser(description: str) -> argparse.ArgumentParser:
-    """A parser that prints defaults in its help and never guesses at abbreviations."""
-    return argparse.ArgumentParser(
+    """A parser that prints defaults in its help, never guesses at abbreviations, and is brief about mistakes."""
+    return _Parser(
         description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
@@ -213,12 +220,11 @@ def parse_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None = 
 
 def _resolve_aliases(args: argparse.Namespace) -> None:
     """Turn MiniMind's names into ours: D/W folders, stage names of weights, dead options."""
-    if args.save_weight and not args.save_dir:
-        raise ValueError(f"--save_weight {args.save_weight} needs --save_dir; or give --out_dir DIR/{args.save_weight}")
-    if args.save_dir:
+    if args.save_dir or args.save_weight:
         if "out_dir" in args.given:
-            raise ValueError("--save_dir and --out_dir both name the run's folder; give only --out_dir")
-        args.out_dir = f"{args.save_dir.rstrip('/')}/{args.save_weight or args.out_dir.rsplit('/', 1)[-1]}"
+            raise ValueError("--save_dir, --save_weight and --out_dir all name the run's folder; give only --out_dir")
+        default = Path(args.out_dir)
+        args.out_dir = str(Path(args.save_dir or default.parent) / (args.save_weight or default.name))
     from_weight = getattr(args, "from_weight", None)
     if from_weight in STAGE_FOLDERS:
         args.from_weight = STAGE_FOLDERS[from_weight]
@@ -268,7 +274,7 @@ def validate(args: argparse.Namespace) -> None:
         problems.append("--val_path and --val_fraction both choose the validation texts; give one")
     if args.use_moe:
         problems.append("--use_moe 1: mixture-of-experts models are not supported; leave it out")
-    if Path(args.out_dir).name == "out":
-        problems.append(f"--out_dir {args.out_dir} is the parent of all runs; name the run, as in out/pretrain")
+    if Path(args.out_dir).name in ("", "out"):
+        problems.append(f"--out_dir {args.out_dir!r} does not name a run's own folder; give one, as out/pretrain")
     if problems:
         raise ValueError("; ".join(problems))

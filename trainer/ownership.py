@@ -25,6 +25,7 @@ POLL_SECONDS = 0.1
 DONE, STOPPED, HOPELESS = 0, 75, 78
 NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 PR_SET_PDEATHSIG = 1
+LAUNCH_MARK = "owner.launch"  # which launch began this folder anew
 
 
 class RunInUse(ValueError):
@@ -121,7 +122,7 @@ def claim(run_dir: Path, wait_seconds: float = 15.0, stale_seconds: float = 60.0
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = os.open(run_dir / "owner.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise ValueError(_unusable(run_dir, error)) from error
+        raise _unusable(run_dir, error) from error
     try:
         locked = _lock(lock, run_dir, wait_seconds)
         record = _read_record(run_dir / "owner.json")
@@ -133,29 +134,50 @@ def claim(run_dir: Path, wait_seconds: float = 15.0, stale_seconds: float = 60.0
         raise
     except OSError as error:
         _unlock(lock)
-        raise ValueError(_unusable(run_dir, error)) from error
+        raise _unusable(run_dir, error) from error
 
 
-def set_run_aside(owner: Owner) -> Owner:
+def begin_anew(owner: Owner) -> Owner:
     """Rename the owned folder to `<run_dir>.old-N` if it holds a run; return the owner of the folder to use.
 
-    Raises ValueError where the folder cannot be renamed, as a mount point cannot.
+    Remembers there which launch began it, for `begun_by_this_launch`. Raises ValueError where the folder cannot be
+    renamed, as a mount point cannot.
     """
     run_dir = owner.record.parent
-    if not any(path.name == "metrics.jsonl" or path.name.startswith("step_") for path in run_dir.iterdir()):
-        return owner
-    number = 1
-    while os.path.lexists(aside := run_dir.with_name(f"{run_dir.name}.old-{number}")):
-        number += 1
+    if any(path.name == "metrics.jsonl" or path.name.startswith("step_") for path in run_dir.iterdir()):
+        number = 1
+        while os.path.lexists(aside := run_dir.with_name(f"{run_dir.name}.old-{number}")):
+            number += 1
+        try:
+            run_dir.rename(aside)
+        except OSError as error:
+            raise ValueError(f"{run_dir} holds a run and cannot become {aside.name}: {error.strerror}") from error
+        log.warning("%s held a run; it is now %s", run_dir, aside)
+        anew = claim(run_dir)
+        owner.record = aside / owner.record.name
+        owner.release()
+        owner = anew
+    (run_dir / LAUNCH_MARK).write_text(_this_launch())
+    return owner
+
+
+def begun_by_this_launch(run_dir: Path) -> bool:
+    """Whether an earlier attempt of the same torchrun has set the old run aside and begun `run_dir` anew."""
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) == 0:
+        return False
     try:
-        run_dir.rename(aside)
-    except OSError as error:
-        raise ValueError(f"{run_dir} holds a run and cannot be set aside as {aside.name}: {error.strerror}") from error
-    log.warning("%s held a run; it is now %s", run_dir, aside)
-    anew = claim(run_dir)
-    owner.record = aside / owner.record.name
-    owner.release()
-    return anew
+        return (run_dir / LAUNCH_MARK).read_text() == _this_launch()
+    except OSError:
+        return False
+
+
+def _this_launch() -> str:
+    """Names the torchrun above this rank: its process id with the time it started, on this boot of this machine."""
+    try:
+        started = Path(f"/proc/{os.getppid()}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except OSError:
+        started = "?"
+    return f"{_machine()} {os.getppid()} {started}"
 
 
 def die_with_parent() -> None:
@@ -198,7 +220,7 @@ def leave(code: int) -> None:
 
 def _lock(lock: int, run_dir: Path, wait_seconds: float) -> bool:
     """True when the lock is ours, False when the file system has no locks."""
-    deadline = time.monotonic() + wait_seconds
+    deadline, told = time.monotonic() + wait_seconds, False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,6 +228,9 @@ def _lock(lock: int, run_dir: Path, wait_seconds: float) -> bool:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise RunInUse(_in_use(run_dir, _read_record(run_dir / "owner.json"))) from None
+            if not told:
+                log.warning("%s is in use; waiting up to %g s for it to become free", run_dir, wait_seconds)
+            told = True
         except OSError as error:
             if error.errno not in NO_FLOCK:
                 raise
@@ -260,5 +285,9 @@ def _in_use(run_dir: Path, record: dict[str, Any] | None) -> str:
     return f"{run_dir} is in use by {by}; stop that run first, or choose another --out_dir"
 
 
-def _unusable(run_dir: Path, error: OSError) -> str:
-    return f"cannot use {run_dir} as a run folder: {error.strerror or error}; choose another --out_dir"
+def _unusable(run_dir: Path, error: OSError) -> Exception:
+    """What to raise: a full or failing disk may recover, and a retry help; anything else is a wrong --out_dir."""
+    message = f"cannot use {run_dir} as a run folder: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return OSError(error.errno, f"{message}; make room and start again")
+    return ValueError(f"{message}; choose another --out_dir")

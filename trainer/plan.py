@@ -56,11 +56,9 @@ class Plan:
 
     def epoch_of(self, step: int) -> tuple[int, int]:
         """(epoch that the step ends in, epochs of the run), counted from 1."""
-
-        def after(steps: int) -> int:
-            return (steps * self.global_batch - 1) // self.samples + 1
-
-        return after(max(step, 1)), after(self.total_steps)
+        seen = self.total_steps * self.global_batch
+        epochs = math.ceil(self.epochs if self.max_steps is None else seen / self.samples)
+        return min(epochs, (max(step, 1) * self.global_batch - 1) // self.samples + 1), epochs
 
     def lines(self) -> Iterator[str]:
         """The derivations, for the start of a log."""
@@ -73,6 +71,11 @@ class Plan:
             f"{self.base_batch_size} to {self.global_batch} sequences; {self.lr_schedule} schedule, "
             f"{self.warmup_steps} warm-up steps"
         )
+        if self.peak_rate < self.learning_rate / 8:
+            yield (
+                f"note: that is {self.learning_rate / self.peak_rate:.0f} times below --learning_rate; batches this "
+                "small often do better with --lr_scaling sqrt or none"
+            )
         useful = self.tokens_per_epoch / (self.samples * self.max_seq_len)
         yield (
             f"{self.samples:,} sequences with {self.tokens_per_epoch:,} target tokens an epoch ({useful:.1%} useful); "

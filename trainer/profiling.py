@@ -36,21 +36,20 @@ class StepClock:
         return (time.perf_counter() - self._start) / self._steps
 
     def lap(self) -> dict[str, float]:
-        """Rates since the last lap: tokens_per_second and step_seconds; empty when no step was counted."""
+        """Rates since the last lap: tokens_per_second and step_seconds."""
         now = time.perf_counter()
         seconds, steps, tokens = max(now - self._start, 1e-9), self._steps, self._tokens
         self._start, self._steps, self._tokens = now, 0, 0
-        if not steps:
-            return {}
-        self._last_lap = seconds / steps
+        self._last_lap = seconds / max(steps, 1)
         return {"tokens_per_second": tokens / seconds, "step_seconds": self._last_lap}
 
 
 class Pending:
     """A finished step whose numbers are on their way to the host."""
 
-    def __init__(self, step: int, tokens: int, rate: float, loss: Tensor, grad_norm: Tensor) -> None:
-        self.step, self.tokens, self.rate = step, tokens, rate
+    def __init__(self, step: int, numbers: dict[str, float], loss: Tensor, grad_norm: Tensor) -> None:
+        """numbers: the metrics that the host knows already."""
+        self.step, self.numbers = step, numbers
         values = torch.stack([loss, grad_norm])
         on_gpu = values.device.type == "cuda"
         self._values = values.to("cpu", non_blocking=on_gpu)

@@ -26,18 +26,29 @@ class StopFlag:
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._remember)
 
+    def ignore(self) -> None:
+        """From now on no stop signal ends the process: on its way out, Python would give the default action back."""
+        for name in STOP_SIGNALS:
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
 
 
-def stop_budget(step_seconds: float, save_seconds: float) -> tuple[str, bool]:
-    """What a stop takes, measured, against the grace that it gets; and whether that is tight (less than twice)."""
-    needed = step_seconds + save_seconds
-    line = f"a stop takes up to {needed:.1f} s (step {step_seconds:.1f} s + save {save_seconds:.1f} s)"
+def stop_budget(step_seconds: float, save_seconds: float) -> tuple[str, bool] | None:
+    """What a stop takes, measured, against the grace that the launcher gives it; and whether that is tight.
+
+    Tight is less than twice. None without a launcher: then only a scheduler limits it, and we do not know how.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return f"{line}; only the scheduler's grace period limits it", False
+        return None
     grace = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", TORCHRUN_GRACE_SECONDS))
-    line = f"{line}; the launcher kills after {grace:.0f} s"
+    needed = step_seconds + save_seconds
+    line = (
+        f"to stop takes up to {needed:.1f} s (step {step_seconds:.1f} s + save {save_seconds:.1f} s) of the "
+        f"{grace:.0f} s that the launcher waits"
+    )
     if needed * 2 > grace:
         return f"{line}: too tight, start with python -m scripts.launch or set TORCH_ELASTIC_SHUTDOWN_TIMEOUT", True
     return line, False

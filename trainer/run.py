@@ -25,10 +25,11 @@ from trainer.ownership import (
     STOPPED,
     Owner,
     OwnershipLost,
+    begin_anew,
+    begun_by_this_launch,
     claim,
     die_with_parent,
     leave,
-    set_run_aside,
 )
 from trainer.plan import Plan
 from trainer.profiling import Pending, StepClock
@@ -60,17 +61,20 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
         yield run
         code, reason = run.outcome()
         run.ranks.disconnect()
+        if run.ranks.is_first:
+            log.log(logging.INFO if code in (DONE, STOPPED) else logging.ERROR, "%s (exit code %d)", reason, code)
     except OwnershipLost as problem:
-        log.error("%s", problem)
         run.owner, code, reason = None, HOPELESS, str(problem)
+        log.error("%s (exit code %d)", reason, code)
     except KeyboardInterrupt:
         # Before training nobody has taken the signals over, and there is nothing to save.
         code, reason = STOPPED, "stopped before the first step"
-    except ValueError as problem:
+        log.warning("%s (exit code %d)", reason, code)
+    except (ValueError, OSError) as problem:
         if run is not None and run.training:
             raise
-        log.error("%s", problem)
-        code, reason = HOPELESS, str(problem)
+        code, reason = HOPELESS if isinstance(problem, ValueError) else 1, str(problem)
+        log.error("%s (exit code %d)", reason, code)
     finally:
         if run is not None:
             run.close(code, reason)
@@ -85,13 +89,13 @@ class Run:
     def __init__(self, args: argparse.Namespace, stage: str) -> None:
         self.args, self.stage, self.dir = args, stage, Path(args.out_dir)
         self.training = self._stopping = self._unsaved = False
+        self._skips = ""  # what the end of the run has to say about them
         self._batches: Generator[StepBatch, None, None] | None = None
         self.ranks: Ranks = find_ranks(args.device)
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
         self.on_gpu = self.ranks.device.type == "cuda"
         # A rank that torchrun restarts must not set aside what its predecessor has just saved.
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-        self.resumes = args.resume_from_checkpoint or restarted
+        self.resumes = args.resume_from_checkpoint or begun_by_this_launch(self.dir)
         self.owner: Owner | None = None
         if self.ranks.is_first:
             self.owner = claim(self.dir)
@@ -113,7 +117,9 @@ class Run:
         if self.args.from_weight.lower() == "none":
             return None
         own = newest_valid(self.dir, owner=False) if self.resumes else None
-        return own or resolve_weights(self.args.from_weight)
+        folder = own or resolve_weights(self.args.from_weight)
+        log.info("architecture and weights come from %s", folder)
+        return folder
 
     def wrap(
         self, model: nn.Module, make_optimizer: Callable[[nn.Module], torch.optim.Optimizer], grad_clip: float
@@ -178,7 +184,7 @@ class Run:
         held_out = validation and (validation.fingerprint, validation.batch_count)
         self.ranks.require_same([fingerprint, dataclasses.asdict(self.plan), rhythm, held_out])
         if self.owner is not None and not self.resumes:
-            self.owner = set_run_aside(self.owner)
+            self.owner = begin_anew(self.owner)
         self.snapshots = Snapshots(
             self.dir,
             self.ranks,
@@ -201,11 +207,14 @@ class Run:
         group = "one process"
         if self.world_size > 1:
             group = f"DistributedDataParallel over {self.world_size} ranks ({self.ranks.collectives})"
-        log.info("run %s: %s on %s, %s", self.dir, group, environment["device"], self.args.dtype)
+        log.info("run %s: %s on %s, %s", self.dir.resolve(), group, environment["device"], self.args.dtype)
         for line in plan.lines():
             log.info("%s", line)
         # Weights and AdamW's two moments, 4 bytes each.
         log.info("%s parameters; a checkpoint takes about %.0f MB", f"{parameters:,}", parameters * 12 / 1e6)
+        processes, cpus = self.world_size * (1 + self.args.num_workers), os.cpu_count() or 1
+        if self.args.num_workers and processes > 2 * cpus:
+            log.warning("%d ranks and loader workers share %d CPUs; consider a lower --num_workers", processes, cpus)
         if state.step >= plan.total_steps:
             log.info("already finished at step %d; raise --epochs or --max_steps to go on", state.step)
         elif state.step:
@@ -251,7 +260,10 @@ class Run:
         tokens = int(self._target_tokens)
         self.clock.count(tokens)
         state = dataclasses.replace(state, step=state.step + 1, tokens=state.tokens + tokens)
-        done = Pending(state.step, state.tokens, rate, loss, grad_norm)
+        numbers = {"learning_rate": rate, "tokens": state.tokens}
+        if self._is_logged(state.step):
+            numbers |= self.clock.lap()
+        done = Pending(state.step, numbers, loss, grad_norm)
         self._batch = next(self._batches, None)
         coming = self._batch.target_tokens if self._batch else 0
         state, (self._target_tokens, stops) = self._agree(state, [coming, float(self.stop.received is not None)])
@@ -289,21 +301,18 @@ class Run:
             return state, values
         if unfinite:
             state = dataclasses.replace(state, skipped_updates=state.skipped_updates + 1)
+            self._skips = f"; {state.skipped_updates} updates were skipped, their loss or gradient was not finite"
             ids = self.loader.sample_ids(pending.step - 1)
             self.monitor.event("skipped_update", step=pending.step, sample_ids=ids)
             if self.ranks.is_first:
                 log.warning("step %d: loss or gradient not finite, update skipped; samples %s", pending.step, ids)
-        last = pending.step == self.plan.total_steps
-        if self.ranks.is_first and (last or is_due(pending.step, self.args.log_interval)):
-            numbers = {
-                "loss": math.nan if unfinite else loss,
-                "grad_norm": grad_norm,
-                "learning_rate": pending.rate,
-                "tokens": pending.tokens,
-                "skipped_updates": state.skipped_updates,
-            }
-            self.monitor.write(pending.step, numbers | self.clock.lap())
+        if self.ranks.is_first and self._is_logged(pending.step):
+            numbers = {"loss": math.nan if unfinite else loss, "grad_norm": grad_norm}
+            self.monitor.write(pending.step, {**numbers, **pending.numbers, "skipped_updates": state.skipped_updates})
         return state, values
+
+    def _is_logged(self, step: int) -> bool:
+        return is_due(step, self.args.log_interval) or step in (1, self.plan.total_steps)
 
     def _validation_is_due(self, state: TrainState) -> bool:
         due = is_due(state.step, self.args.eval_interval) or state.step == self.plan.total_steps
@@ -325,13 +334,14 @@ class Run:
             newest = f"the newest checkpoint is that of step {self.snapshots.last_step}"
             return 1, f"step {self._step} could not be saved; {newest}"
         if self._stopping and self._step < self.plan.total_steps:
-            return STOPPED, f"stopped by {self.stop.received or 'a signal to another rank'} after step {self._step}"
-        return DONE, f"all {self.plan.total_steps} steps are done"
+            signal = self.stop.received or "a signal to another rank"
+            return STOPPED, f"stopped by {signal} after step {self._step}{self._skips}"
+        return DONE, f"all {max(self._step, self.plan.total_steps)} steps are done{self._skips}"
 
     def close(self, code: int, reason: str) -> None:
         """End the loader's workers, write exit.json and give the folder back.
 
-        The stop signals stay taken: another one, on the way out, must not undo what is saved and said.
+        Stop signals are ignored from here on: another one must not undo what is saved and said.
         """
         if self._batches is not None:
             # By hand: after an error its traceback keeps the loader alive, and Python waits for the workers at exit.
@@ -341,8 +351,9 @@ class Run:
             self.monitor.event("ended", code=code, reason=reason)
             with contextlib.suppress(OSError):
                 write_json(self.dir / "exit.json", {"code": code, "reason": reason})
-            log.info("%s (exit code %d)", reason, code)
             self.owner.release()
+        if self.training:
+            self.stop.ignore()
 
 
 def is_due(step: int, interval: int) -> bool:

@@ -61,7 +61,9 @@ class Snapshots:
         self.last_step = int(found)
         state = self._load(backend) if self.last_step else TrainState()
         if self.ranks.is_first:
-            cut_metrics(self.run_dir / "metrics.jsonl", state.step)
+            cut_metrics(self.run_dir / "metrics.jsonl", state.step, state.validated_step)
+            # Also here: a full disk may have no room for the next save before the old ones are gone.
+            prune(self.run_dir, self.keep, pinned={state.step, state.best_step})
         return state
 
     def _load(self, backend: Backend) -> TrainState:
@@ -110,6 +112,11 @@ class Snapshots:
             save_tensors(folder / "optimizer.safetensors", optimizer)
             lineage.write_saved(folder, saved)
 
+        broken = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
+        if broken:
+            log.error("step %d is not saved: %d tensors are not finite, as %s", state.step, len(broken), broken[0])
+            self.monitor.event("save_failed", step=state.step, reason=f"not finite: {broken}")
+            return False
         saved = lineage.Saved(state, self.fingerprint, self.options, self.environment, step_seconds, self.save_seconds)
         try:
             sync_metrics(self.run_dir / "metrics.jsonl")
@@ -126,5 +133,6 @@ class Snapshots:
 
     @staticmethod
     def _report_budget(step_seconds: float, save_seconds: float) -> None:
-        line, tight = stop_budget(step_seconds, save_seconds)
-        log.log(logging.WARNING if tight else logging.INFO, "%s", line)
+        if (budget := stop_budget(step_seconds, save_seconds)) is not None:
+            line, tight = budget
+            log.log(logging.WARNING if tight else logging.INFO, "%s", line)
