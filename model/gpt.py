@@ -253,6 +253,8 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
 
     hidden: (rows, size) in the compute dtype; weight: (vocab, size); targets: (rows,), IGNORE_INDEX counts zero.
     Returns a float32 scalar (float64 for float64). When every row is ignored it is 0 with zero gradients.
+    Why not F.linear_cross_entropy (torch 2.13; 8192 rows x 512 x 6400, bfloat16, 2 CPU threads, forward and backward):
+    279 ms and 182 MiB here; 319 ms, 373 MiB and a bfloat16 sum 0.8 % off there; 857 ms with its chunking options.
     """
     return _CrossEntropySum.apply(hidden, weight, targets, torch.is_grad_enabled())
 
