@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -90,22 +91,24 @@ def final_bytes(run_dir: Path) -> tuple[bytes, bytes]:
     return (folder / "model.safetensors").read_bytes(), (folder / "optimizer.safetensors").read_bytes()
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses at this moment."""
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+def free_port() -> int:
+    """A port that nobody uses at this moment, below those that the system gives to outgoing connections."""
+    draw = random.Random()
+    while True:
+        port = draw.randint(20_000, 32_000)
+        with socket.socket() as one:
+            try:
+                one.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 class Peers:
     """What a test function that runs on every rank gets: its rank, the world size, and a way to meet the others."""
 
-    def __init__(self, rank: int, world_size: int, barrier: object, ports: list[int]) -> None:
-        self.rank, self.world_size, self._barrier, self._ports = rank, world_size, barrier, list(ports)
+    def __init__(self, rank: int, world_size: int, barrier: object, port: object) -> None:
+        self.rank, self.world_size, self._barrier, self._port = rank, world_size, barrier, port
 
     def meet(self) -> None:
         """Wait for the other ranks."""
@@ -113,8 +116,11 @@ class Peers:
 
     def new_group(self) -> None:
         """Make the next process group start on a port of its own."""
-        os.environ["MASTER_PORT"] = str(self._ports.pop())
         self.meet()
+        if self.rank == 0:
+            self._port.value = free_port()
+        self.meet()
+        os.environ["MASTER_PORT"] = str(self._port.value)
 
     def connect(self) -> Ranks:
         """Join a process group of one's own; `disconnect` leaves it."""
@@ -124,16 +130,17 @@ class Peers:
         return ranks
 
 
-def _on_rank(
-    rank: int, world_size: int, barrier: object, ports: list[int], errors: object, function, arguments
-) -> None:
+def _on_rank(rank: int, world_size: int, barrier: object, port: object, errors: object, function, arguments) -> None:
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+    }
     torch.set_num_threads(1)
     try:
-        function(Peers(rank, world_size, barrier, ports), *arguments)
+        function(Peers(rank, world_size, barrier, port), *arguments)
     except BaseException:
         errors.put(f"rank {rank}:\n{traceback.format_exc()}")
         barrier.abort()
@@ -143,22 +150,24 @@ def _on_rank(
 def on_ranks(world_size: int, function: Callable, *arguments: object) -> None:
     """Run function(peers, *arguments) in `world_size` processes at once; fail with their tracebacks."""
     context = multiprocessing.get_context("spawn")
-    barrier, errors = context.Barrier(world_size), context.Queue()
-    ports = free_ports(60)
+    barrier, errors, port = context.Barrier(world_size), context.Queue(), context.Value("i", 0)
     processes = [
-        context.Process(target=_on_rank, args=(rank, world_size, barrier, ports, errors, function, arguments))
+        context.Process(target=_on_rank, args=(rank, world_size, barrier, port, errors, function, arguments))
         for rank in range(world_size)
     ]
     for process in processes:
         process.start()
+    deadline = time.monotonic() + 300
+    while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+        for process in processes:
+            process.join(timeout=0.05)
+        if any(process.exitcode for process in processes):
+            # The others may wait for the dead one inside a collective.
+            deadline = min(deadline, time.monotonic() + 5)
+    codes = [process.exitcode for process in processes]
     for process in processes:
-        process.join(timeout=400)
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-            errors.put("a rank did not end within 400 s")
+        process.kill()
     messages = []
     while not errors.empty():
         messages.append(errors.get())
-    assert not messages, "\n".join(messages)
-    assert [process.exitcode for process in processes] == [0] * world_size
+    assert codes == [0] * world_size, f"exit codes {codes}\n" + "\n".join(messages)

@@ -16,6 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.backends import Batch, Step
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter
+# The last barriers, kept for the life of the process. Otherwise gloo's thread may be the one that frees such a barrier,
+# for which it needs the GIL, while the main thread holds the GIL and waits for that thread in the group's destructor:
+# seen in torch 2.13 as a finished rank that never ends.
+_FAREWELLS: list[dist.Work] = []
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -71,7 +75,9 @@ class Ranks:
     def disconnect(self) -> None:
         """Leave together: only for the normal end, because a rank that failed cannot meet the others."""
         if self.control is not None:
-            dist.barrier(group=self.control)
+            farewell = dist.barrier(group=self.control, async_op=True)
+            farewell.wait()
+            _FAREWELLS.append(farewell)
             dist.destroy_process_group()
             self.control = None
 
