@@ -18,7 +18,7 @@ ALLOWED = {"model": set(), "dataset": {"model"}, "trainer": set()}
 MODEL_EXTERNALS = {"torch", "safetensors"}
 # run.py composes, snapshots.py is its half that saves and restores; the others know one another only this far.
 COMPOSERS = {"run.py", "snapshots.py"}
-TRAINER_MAY_KNOW = {"trainer.ddp", "trainer.backends", "trainer.checkpoint", "trainer.optim"}
+TRAINER_MAY_KNOW = {"trainer.ddp", "trainer.backends", "trainer.checkpoint", "trainer.optim", "trainer.plan"}
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -224,7 +224,9 @@ class DataParallel:
         if not self.scaler.is_enabled():
             # The fused kernel reads this and leaves weights and moments alone: no question to the device.
             self.optimizer.found_inf = (~norm.isfinite()).float()
-        self.scaler.step(self.optimizer)
+        # Apple's fused kernel looks at no found_inf (torch 2.13): there the host has to wait and ask.
+        if self.ranks.device.type != "mps" or norm.isfinite():
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
         return norm
@@ -281,7 +283,9 @@ class DataParallel:
         self._settled = True
 
     def _to_device(self, batch: Batch) -> Batch:
-        return {key: value.to(self.ranks.device, non_blocking=True) for key, value in batch.items()}
+        # On Apple GPUs a copy that nobody waits for may read the batch after its memory was given away.
+        on_gpu = self.ranks.device.type == "cuda"
+        return {key: value.to(self.ranks.device, non_blocking=on_gpu) for key, value in batch.items()}
 
 
 def _require_same(expected: Iterable[str], found: Iterable[str], what: str) -> None:

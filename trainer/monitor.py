@@ -1,17 +1,22 @@
-"""One fan-out for numbers over time: the console line, metrics.jsonl, and whatever sink joins them.
+"""One fan-out for numbers over time: the console, metrics.jsonl, and whatever sink joins them.
 
 A sink has `write(step, values)` and `close()`. One that fails is warned about once and dropped: a dead dashboard
 never kills a run.
 """
 
+import contextlib
 import json
 import logging
 import math
 import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +93,7 @@ class Console:
     def write(self, step: int, values: dict[str, float]) -> None:
         """Log one line for a step, or one for a validation."""
         if "val_loss" in values:
-            extra = f" bits per byte:{values['val_bits_per_byte']:.4f}" if "val_bits_per_byte" in values else ""
-            log.info("validation after step %d: loss:%.4f%s", step, values["val_loss"], extra)
+            log_validation(step, values)
             return
         epoch, epochs = self.epoch_of(step)
         minutes = (self.total_steps - step) * values.get("step_seconds", 0.0) / 60
@@ -101,6 +105,53 @@ class Console:
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+
+class Bar:
+    """A progress bar on a terminal, in the place of the log lines; lines that others log appear above it.
+
+    It moves at every `tick`; the numbers beside it are those of the last log step, so that none waits for the device.
+    The rate is a running mean of the steps of this process, so a resumed run shows an honest time left at once.
+    """
+
+    def __init__(self, total_steps: int, first_step: int, epoch_of: Callable[[int], tuple[int, int]]) -> None:
+        """first_step: steps done already. Log lines go through the bar from here to `close`."""
+        self.epoch_of = epoch_of
+        self._undo = contextlib.ExitStack()
+        self._undo.enter_context(logging_redirect_tqdm())
+        self._bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
+
+    def tick(self, step: int) -> None:
+        """Move to `step`; redrawn ten times a second at the most."""
+        self._bar.update(step - self._bar.n)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Show a step's loss, rate of tokens and epoch; a validation becomes a line above the bar."""
+        if "val_loss" in values:
+            log_validation(step, values)
+            return
+        epoch, epochs = self.epoch_of(step)
+        self._bar.set_description_str(f"Epoch [{epoch}/{epochs}]", refresh=False)
+        speed = f"tokens/s {values['tokens_per_second']:,.0f}" if "tokens_per_second" in values else ""
+        self._bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed}")
+
+    def close(self) -> None:
+        """Leave the bar where it is, and give the log lines back."""
+        self._bar.close()
+        self._undo.close()
+
+
+def log_validation(step: int, values: dict[str, float]) -> None:
+    """The console's line for a validation."""
+    extra = f" bits per byte:{values['val_bits_per_byte']:.4f}" if "val_bits_per_byte" in values else ""
+    log.info("validation after step %d: loss:%.4f%s", step, values["val_loss"], extra)
+
+
+def open_console(total_steps: int, first_step: int, epoch_of: Callable[[int], tuple[int, int]]) -> Sink:
+    """A bar where somebody watches a terminal, else a line per log step."""
+    if sys.stderr.isatty():
+        return Bar(total_steps, first_step, epoch_of)
+    return Console(total_steps, epoch_of)
 
 
 class Monitor:
@@ -117,6 +168,24 @@ class Monitor:
             METRICS[name]
         for sink in list(self.sinks):
             self._guarded(sink, lambda sink=sink: sink.write(step, values))
+
+    def join(self, name: str, open_sink: Callable[[], Sink]) -> None:
+        """Add a dashboard, and give it what metrics.jsonl holds already; one that cannot be opened is left out."""
+        try:
+            sink = open_sink()
+            for step, values in read_metrics(self.run_dir / "metrics.jsonl"):
+                sink.write(step, values)
+        except Exception as problem:
+            log.warning("%s cannot be used, training goes on without: %s", name, one_line(problem))
+        else:
+            self.sinks.append(sink)
+
+    def tick(self, step: int) -> None:
+        """Move the progress bar, where there is one."""
+        for sink in self.sinks:
+            if isinstance(sink, Bar):
+                self._guarded(sink, lambda sink=sink: sink.tick(step))
+                break
 
     def event(self, kind: str, **details: object) -> None:
         """Append one line to events.jsonl: what happened, when (Unix seconds), and its details."""
@@ -139,8 +208,21 @@ class Monitor:
         try:
             action()
         except Exception as problem:
-            log.warning("%s failed and is switched off, training goes on: %s", type(sink).__name__, problem)
+            log.warning("%s failed and is switched off, training goes on: %s", type(sink).__name__, one_line(problem))
             self.sinks.remove(sink)
+
+
+def one_line(problem: Exception) -> str:
+    """An error of somebody's library as part of one log line."""
+    return " ".join(str(problem).split()) or type(problem).__name__
+
+
+def read_metrics(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield (step, values) of every line, after `cut_metrics`; what was not finite comes back as NaN."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            values = json.loads(line)
+            yield values.pop("step"), {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def sync_metrics(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Command-line options that the training scripts share, and the checks that need no data and no device."""
 
 import argparse
+import importlib.util
 import math
 import sys
 from collections.abc import Collection, Sequence
@@ -9,6 +10,7 @@ from typing import NoReturn
 
 SCHEDULES = ("cosine", "wsd", "constant", "minimind")
 SCALINGS = ("linear", "sqrt", "none")
+WANDB_MODES = ("online", "offline")
 DTYPES = ("bfloat16", "float16", "float32")
 # MiniMind's short names for the folder that a training stage wrote (COMPAT: --from_weight pretrain).
 STAGE_FOLDERS = {"pretrain": "out/pretrain", "full_sft": "out/sft", "sft": "out/sft"}
@@ -60,6 +62,7 @@ def add_run_options(
     ddp_timeout: float = 1800,
     ddp_bucket_cap_mb: float = 25,
     seed: int = 42,
+    wandb_project: str = "MiniMind-Pretrain",
 ) -> None:
     """Declare the options that mean the same in every stage; the arguments are the defaults people edit."""
     run = parser.add_argument_group("the run")
@@ -94,6 +97,22 @@ def add_run_options(
         type=int,
         default=eval_interval,
         help="optimizer steps between validations (0: only at the end)",
+    )
+
+    boards = parser.add_argument_group("dashboards")
+    add_switch(boards, "--use_wandb", default=False, help="show the metrics at Weights & Biases")
+    boards.add_argument("--wandb_project", default=wandb_project, help="project at Weights & Biases")
+    boards.add_argument(
+        "--wandb_mode",
+        choices=WANDB_MODES,
+        default="online",
+        help="offline needs no account and no network: files in out_dir/wandb, sent later with `wandb sync`",
+    )
+    add_switch(
+        boards,
+        "--use_tensorboard",
+        default=False,
+        help="write out_dir/tensorboard, shown by `tensorboard --logdir out` (pip install tensorboard)",
     )
 
     machine = parser.add_argument_group("the machine")
@@ -272,6 +291,9 @@ def validate(args: argparse.Namespace) -> None:
             problems.append(f"--{name} {value}: must be at least 0 and below 1")
     if getattr(args, "val_fraction", 0) and getattr(args, "val_path", None):
         problems.append("--val_path and --val_fraction both choose the validation texts; give one")
+    for switch, package in (("use_wandb", "wandb"), ("use_tensorboard", "tensorboard")):
+        if getattr(args, switch) and importlib.util.find_spec(package) is None:
+            problems.append(f"--{switch}: its package is not installed; pip install {package}")
     if args.use_moe:
         problems.append("--use_moe 1: mixture-of-experts models are not supported; leave it out")
     if Path(args.out_dir).name in ("", "out"):

@@ -7,18 +7,19 @@ import logging
 import math
 import os
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from trainer import lineage
+from trainer import advice, lineage
 from trainer.backends import Backend, Loader, Step, StepBatch, build_backend
 from trainer.checkpoint import newest_valid, resolve_weights, write_json
 from trainer.ddp import Ranks, find_ranks
 from trainer.evaluation import Validation, evaluate
 from trainer.lineage import TrainState
-from trainer.monitor import Console, Jsonl, Monitor
+from trainer.monitor import Jsonl, Monitor, open_console
 from trainer.ownership import (
     DONE,
     HOPELESS,
@@ -35,6 +36,7 @@ from trainer.plan import Plan
 from trainer.profiling import Pending, StepClock
 from trainer.recovery import StopFlag
 from trainer.snapshots import Snapshots
+from trainer.trackers import TensorBoard, Wandb
 
 log = logging.getLogger(__name__)
 
@@ -202,27 +204,33 @@ class Run:
         return self._begin(state)
 
     def _announce(self, state: TrainState) -> None:
-        """Write down the options, open the sinks, and say what is about to happen."""
-        plan, environment, parameters = self.plan, self.snapshots.environment, self.backend.parameter_count
-        group = "one process"
-        if self.world_size > 1:
-            group = f"DistributedDataParallel over {self.world_size} ranks ({self.ranks.collectives})"
-        log.info("run %s: %s on %s, %s", self.dir.resolve(), group, environment["device"], self.args.dtype)
-        for line in plan.lines():
-            log.info("%s", line)
-        # Weights and AdamW's two moments, 4 bytes each.
-        log.info("%s parameters; a checkpoint takes about %.0f MB", f"{parameters:,}", parameters * 12 / 1e6)
-        processes, cpus = self.world_size * (1 + self.args.num_workers), os.cpu_count() or 1
-        if self.args.num_workers and processes > 2 * cpus:
-            log.warning("%d ranks and loader workers share %d CPUs; consider a lower --num_workers", processes, cpus)
-        if state.step >= plan.total_steps:
-            log.info("already finished at step %d; raise --epochs or --max_steps to go on", state.step)
-        elif state.step:
-            log.info("going on after step %d of %d", state.step, plan.total_steps)
-        write_json(self.dir / "options.json", self.snapshots.options)
-        self.monitor.sinks = [Jsonl(self.dir / "metrics.jsonl"), Console(plan.total_steps, plan.epoch_of)]
+        """Say what is about to happen, write down the options, and open the sinks."""
+        args, plan, snapshots = self.args, self.plan, self.snapshots
+        advice.announce(
+            self.dir,
+            self.ranks,
+            plan,
+            snapshots.environment,
+            step=state.step,
+            parameters=self.backend.parameter_count,
+            workers=args.num_workers,
+            checkpoint_interval=args.checkpoint_interval,
+            keep=args.keep_checkpoints,
+        )
+        write_json(self.dir / "options.json", snapshots.options)
         kind = "resumed" if state.step else "started"
-        self.monitor.event(kind, step=state.step, command=self.args.command, environment=environment)
+        self.monitor.event(kind, step=state.step, command=args.command, environment=snapshots.environment)
+        self.monitor.sinks = [Jsonl(self.dir / "metrics.jsonl")]
+        if args.use_wandb:
+            size = f"Epoch-{args.epochs:g}-BatchSize-{args.batch_size}-LearningRate-{args.learning_rate:g}"
+            names = {"project": args.wandb_project, "name": f"{args.wandb_project}-{size}", "mode": args.wandb_mode}
+            config = {**snapshots.options, "run": snapshots.fingerprint, "environment": snapshots.environment}
+            steps = {"first_step": state.step, "total_steps": plan.total_steps}
+            self.monitor.join("wandb", partial(Wandb, self.dir, config=config, **names, **steps))
+        if args.use_tensorboard:
+            self.monitor.join("TensorBoard", partial(TensorBoard, self.dir, first_step=state.step))
+        # Last, so that no dashboard writes into the progress bar or brings the log up to date.
+        self.monitor.sinks.append(open_console(plan.total_steps, state.step, plan.epoch_of))
 
     def _begin(self, state: TrainState) -> TrainState:
         """Arm the signals, make up for a validation that a stop left out, and fetch the first step."""
@@ -268,6 +276,7 @@ class Run:
         coming = self._batch.target_tokens if self._batch else 0
         state, (self._target_tokens, stops) = self._agree(state, [coming, float(self.stop.received is not None)])
         self._pending, self._step, self._stopping = done, state.step, stops > 0
+        self.monitor.tick(state.step)
 
         ends = self._stopping or state.step == self.plan.total_steps
         # A stop has only so many seconds: the validation is made up for at the next start.

@@ -1,0 +1,108 @@
+"""What a run says before its first step: what it will be, and warnings for what can be foreseen."""
+
+import logging
+import math
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoint import step_folders
+from trainer.ddp import Ranks
+from trainer.plan import Plan
+
+log = logging.getLogger(__name__)
+
+FEW_STEPS = 20
+BYTES_PER_PARAMETER = 12  # of a checkpoint: the weight and AdamW's two moments, 4 bytes each
+
+
+def announce(
+    run_dir: Path,
+    ranks: Ranks,
+    plan: Plan,
+    environment: dict[str, object],
+    *,
+    step: int,
+    parameters: int,
+    workers: int,
+    checkpoint_interval: int,
+    keep: int,
+) -> None:
+    """Log what the run will be and where it goes on, then what can be foreseen to go wrong.
+
+    step: steps done already; workers: loader processes per rank; keep: --keep_checkpoints.
+    """
+    group = "one process"
+    if ranks.world_size > 1:
+        group = f"DistributedDataParallel over {ranks.world_size} ranks ({ranks.collectives})"
+    log.info("run %s: %s on %s, %s", run_dir.resolve(), group, environment["device"], environment["dtype"])
+    for line in plan.lines():
+        log.info("%s", line)
+    size = parameters * BYTES_PER_PARAMETER
+    log.info("%s parameters; a checkpoint takes about %.0f MB", f"{parameters:,}", size / 1e6)
+    if step >= plan.total_steps:
+        log.info("already finished at step %d; raise --epochs or --max_steps to go on", step)
+    elif step:
+        log.info("going on after step %d of %d", step, plan.total_steps)
+    alone_on_gpu = ranks.device.type == "cuda" and "RANK" not in os.environ
+    saves = math.ceil((plan.total_steps - step) / checkpoint_interval)
+    foreseen = (
+        crowded_cpus(cpus(), int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)), workers),
+        idle_gpus(torch.cuda.device_count(), 1) if alone_on_gpu else None,
+        short_disk(shutil.disk_usage(run_dir).free, size, keep, len(step_folders(run_dir)), saves),
+        few_steps(plan.total_steps, plan.samples, plan.epochs, plan.global_batch) if plan.max_steps is None else None,
+    )
+    for line in filter(None, foreseen):
+        log.warning("%s", line)
+
+
+def cpus() -> int:
+    """CPUs that this process may use: a scheduler or container often gives fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def crowded_cpus(cpus: int, ranks: int, workers: int) -> str | None:
+    """Advice where ranks and their loader workers on this machine are more than its CPUs."""
+    processes = ranks * (1 + workers)
+    if not workers or processes <= cpus:
+        return None
+    return (
+        f"{ranks} x (1 rank + {workers} loader workers) = {processes} processes share {cpus} CPUs; "
+        f"--num_workers {max(0, cpus // ranks - 1)} would fit"
+    )
+
+
+def idle_gpus(gpus: int, processes: int) -> str | None:
+    """Advice where a machine has more GPUs than training processes."""
+    if gpus <= processes:
+        return None
+    return (
+        f"{gpus - processes} of {gpus} GPUs are idle; to use all: python -m scripts.launch --nproc_per_node {gpus} "
+        "train_...py, or hide them with CUDA_VISIBLE_DEVICES"
+    )
+
+
+def short_disk(free: int, size: int, keep: int, there: int, saves: int) -> str | None:
+    """Advice where the checkpoints to come do not fit, in bytes.
+
+    At the most there are `keep`, the best one besides, and the next one that is being written.
+    """
+    coming = max(0, min(keep + 2, there + saves) - there)
+    if coming * size <= free:
+        return None
+    return (
+        f"{free / 1e9:.1f} GB are free for the run folder, but {coming} more checkpoints of {size / 1e9:.2f} GB will "
+        f"stand in it: make room, or lower --keep_checkpoints (now {keep})"
+    )
+
+
+def few_steps(steps: int, samples: int, epochs: float, global_batch: int) -> str | None:
+    """Advice where the data are too few to learn much from at this batch size."""
+    if steps >= FEW_STEPS:
+        return None
+    return (
+        f"only {steps} steps: {samples:,} sequences x {epochs:g} epochs at {global_batch} sequences a step; lower "
+        "--batch_size or --gradient_accumulation_steps, or raise --epochs"
+    )
