@@ -11,6 +11,7 @@ from pathlib import Path
 from dataset.loader import EvalLoader, StepLoader
 from dataset.text import text_windows
 from dataset.tokenizer import load_tokenizer, require_matching
+from dataset.tokens import Reading
 from model.weights import save_model_folder, starting_model
 from trainer.optim import adamw
 from trainer.options import (
@@ -18,6 +19,7 @@ from trainer.options import (
     add_model_options,
     add_rate_options,
     add_run_options,
+    add_switch,
     named,
     new_parser,
     parse_options,
@@ -29,9 +31,15 @@ def options() -> argparse.ArgumentParser:
     """The options of this stage; edit the defaults, or give others on the command line."""
     parser = new_parser(__doc__)
     parser.add_argument(
-        "--data_path", nargs="+", default=["dataset/starter/pretrain.jsonl"], help='JSONL files, {"text": ...} a line'
+        "--data_path",
+        nargs="+",
+        default=["dataset/starter/pretrain.jsonl"],
+        help="files, folders or patterns: JSON lines or array, parquet, plain text; each of them also .gz",
     )
-    parser.add_argument("--val_path", nargs="+", default=None, help="JSONL files to validate on")
+    parser.add_argument("--text_key", default="text", help="key or parquet column of a record that holds its text")
+    parser.add_argument("--encoding", default="utf-8", help="of files without a byte order mark, as gb18030")
+    add_switch(parser, "--skip_bad_lines", default=False, help="leave bad records out and count them, or refuse them")
+    parser.add_argument("--val_path", nargs="+", default=None, help="data to validate on, of the same kinds")
     parser.add_argument("--val_fraction", type=float, default=0.0, help="share of the texts to hold out for validation")
     parser.add_argument("--cache_dir", default="out/cache", help="where the tokens of the data files are kept")
     parser.add_argument("--tokenizer_path", default="model/tokenizer", help="folder with tokenizer.json")
@@ -76,7 +84,13 @@ def main(args: argparse.Namespace) -> None:
     with start_run(args, stage="pretrain") as run:
         tokenizer = load_tokenizer(args.tokenizer_path)
         windows, held_out = text_windows(
-            args.data_path, args.val_path, args.val_fraction, tokenizer, args.max_seq_len, Path(args.cache_dir)
+            args.data_path,
+            args.val_path,
+            args.val_fraction,
+            tokenizer,
+            args.max_seq_len,
+            Path(args.cache_dir),
+            Reading(args.text_key, args.encoding, args.skip_bad_lines),
         )
         start = run.starting_folder()
         model = starting_model(

@@ -1,85 +1,297 @@
-"""Data files -> records: the one place that knows file formats, and says what is wrong with a line."""
+"""Data files -> records: the one place that knows file formats, and says what is wrong with a record."""
 
 import codecs
+import gzip
 import hashlib
+import io
 import json
+import zlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import partial
+from typing import BinaryIO, NamedTuple, TextIO
+
+from dataset.files import ARRAY, PARQUET, TEXT, DataError, Source, guess_encoding
+from dataset.json_array import JSON, ArrayReader
 
 LINE_END = b"\n"
 # Measured: 1 MiB costs 10 % more CPU time than 256 KiB, 64 KiB no less. Memory grows by 100 bytes per byte in flight.
 CHUNK_BYTES = 1 << 18
-# Three such lines at once still fit into 1.5 GB of memory.
-MAX_LINE_BYTES = 4 << 20
+# Read, decoded and parsed whole, such a line takes about 3 GB.
+MAX_LINE_BYTES = 256 << 20
+# Plain text has no records: a document is what stands up to the first blank line after this many bytes, so that a book
+# can be larger than memory and a share of it can be held out.
+TEXT_DOCUMENT_BYTES = 16 << 10
 
 
-class DataError(ValueError):
-    """Training data that cannot be used; the message names file, line and reason."""
+class BadRecord(ValueError):
+    """A record that cannot be used. `kind` is what such records are counted by."""
+
+    def __init__(self, kind: str, detail: str = "") -> None:
+        super().__init__(f"{kind} ({detail})" if detail else kind)
+        self.kind = kind
 
 
 class Chunk(NamedTuple):
-    """Whole lines of one source; `first_line` counts from 1, `read_bytes` includes what was dropped (a BOM)."""
+    """Consecutive records of one source: lines still to be parsed, or what its format gave as (place, value).
 
-    path: str
+    first_line counts from 1; read_bytes: how far the file was read for it; last: whether the file ends with it.
+    """
+
+    source: Source
     first_line: int
-    lines: bytes
+    content: bytes | list[tuple[int | str, object]]
     read_bytes: int
+    last: bool = False
+
+    def records(self, text_key: str) -> Iterator[tuple[str, object]]:
+        """Yield (place, value) of every record, as ("a.jsonl:7", {...}); None for a blank line.
+
+        A value that could not be parsed comes as the BadRecord that says why. Plain text documents come as objects
+        with their text under `text_key`.
+        """
+        path, _, encoding, _ = self.source
+        if isinstance(self.content, list):
+            for place, value in self.content:
+                if isinstance(value, bytes):
+                    value = _document(value, encoding, text_key)
+                yield f"{path}:{place}", value
+            return
+        lines = self.content.split(LINE_END)
+        if not lines[-1]:
+            del lines[-1]
+            cut = None
+        else:
+            cut = lines[-1] if self.last else None
+        for number, line in enumerate(lines, self.first_line):
+            value = _value_of_line(line, encoding)
+            if line is cut and isinstance(value, BadRecord):
+                value = BadRecord(value.kind, "the file ends within this line; was its download cut off?")
+            yield f"{path}:{number}", value
 
 
-def read_chunks(path: str, digest: "hashlib._Hash") -> Iterator[Chunk]:
-    """Yield a JSONL file in blocks of whole lines (split at LF alone), without a BOM; `digest` sees every byte."""
-    line_number = 1
+def read_chunks(source: Source, digest: "hashlib._Hash", columns: list[str] | None = None) -> Iterator[Chunk]:
+    """Yield a file in chunks of whole records; `digest` sees every byte of it.
+
+    columns: those a parquet file must have, and all that is read of it (None: all there are). Lines end at LF alone;
+    a CR before it is white space. Raises DataError where the file itself is damaged: a gzip or parquet file, a JSON
+    array, text in two-byte units. Nothing after the damage could be trusted.
+    """
+    path = source.path
     try:
-        with open(path, "rb") as file:
-            while block := file.read(CHUNK_BYTES):
-                if not block.endswith(LINE_END):
-                    rest = file.readline(MAX_LINE_BYTES)
-                    block += rest
-                    if len(rest) == MAX_LINE_BYTES and not rest.endswith(LINE_END):
-                        raise DataError(
-                            f"{path}:{line_number + block.count(LINE_END)}: a line of over {MAX_LINE_BYTES:,} bytes; "
-                            "give each document its own line (is this one JSON array instead of JSON lines?)"
-                        )
-                digest.update(block)
-                lines = block.removeprefix(codecs.BOM_UTF8) if line_number == 1 else block
-                yield Chunk(path, line_number, lines, len(block))
-                line_number += block.count(LINE_END)
+        if source.kind == PARQUET:
+            yield from _parquet_chunks(source, digest, columns)
+            return
+        with open(path, "rb", buffering=0) as file:
+            raw = io.BufferedReader(_Hashed(file, digest), CHUNK_BYTES)
+            stream = gzip.GzipFile(fileobj=raw) if source.zipped else raw
+            # Only in these does the byte of LF occur within other characters.
+            if _is_wide(source.encoding):
+                stream = io.BufferedReader(_Utf8(path, io.TextIOWrapper(stream, source.encoding, newline="")))
+                source = source._replace(encoding="utf-8")
+            read = {ARRAY: _array_chunks, TEXT: _text_chunks}.get(source.kind, _line_chunks)
+            before = 0
+            for chunk in read(source, stream):
+                yield chunk._replace(read_bytes=file.tell() - before)
+                before = file.tell()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: damaged gzip file ({error}); fetch it again") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def text_of_line(line: bytes) -> str:
-    """Return the text of one JSONL record `{"text": "..."}`; ValueError says what is wrong with the line."""
-    try:
-        record = _JSON.decode(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1})") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
-    except RecursionError:
-        raise ValueError("not JSON (nested too deeply)") from None
+def text_of(record: object, text_key: str) -> str:
+    """Return the text of a record {"text": "..."} where the key is called `text_key`. Raises BadRecord."""
+    if isinstance(record, BadRecord):
+        raise record
     if not isinstance(record, dict):
-        raise ValueError(f"{_JSON_TYPES[type(record)]}, not an object with a text")
-    if "text" not in record:
-        raise ValueError('no "text" key')
-    text = record["text"]
+        raise BadRecord(f"{_JSON_TYPES[type(record)]}, not an object")
+    if text_key not in record:
+        keys = ", ".join(list(record)[:5]) or "none"
+        raise BadRecord(f'no "{text_key}" key', f"its keys: {keys}; --text_key names another")
+    text = record[text_key]
     if not isinstance(text, str):
-        raise ValueError(f'"text" is {_JSON_TYPES[type(text)]}, not a string')
+        raise BadRecord(f'"{text_key}" is {_JSON_TYPES.get(type(text), type(text).__name__)}, not a string')
     if not text.strip():
-        raise ValueError('"text" is empty')
+        raise BadRecord(f'"{text_key}" is empty')
+    if "\0" in text:
+        raise BadRecord(f'"{text_key}" holds a NUL character', f"at character {text.index(chr(0)) + 1}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f'"text" holds a lone surrogate (\\u{ord(text[error.start]):04x})') from None
+        raise BadRecord(f'"{text_key}" holds a lone surrogate', f"\\u{ord(text[error.start]):04x}") from None
     return text
 
 
-def _refuse_constant(name: str) -> None:
-    raise json.JSONDecodeError(f"{name} is not JSON", "", 0)
+class _Hashed(io.RawIOBase):
+    """A file that shows every byte it gives to a digest."""
+
+    def __init__(self, file: BinaryIO, digest: "hashlib._Hash") -> None:
+        self._file, self._digest = file, digest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        count = self._file.readinto(buffer)
+        self._digest.update(buffer[:count])
+        return count
 
 
-# Numbers are of no use here; as floats they may have any number of digits.
-_JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=float)
+class _Utf8(io.RawIOBase):
+    """Text in another encoding as UTF-8 bytes."""
+
+    def __init__(self, path: str, text: TextIO) -> None:
+        self._path, self._text, self._waiting = path, text, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        if not self._waiting:
+            self._waiting = _read_text(self._path, self._text, CHUNK_BYTES).encode()
+        count = min(len(buffer), len(self._waiting))
+        buffer[:count], self._waiting = self._waiting[:count], self._waiting[count:]
+        return count
+
+
+def _is_wide(encoding: str) -> bool:
+    return codecs.lookup(encoding).name.startswith(("utf-16", "utf-32"))
+
+
+def _line_chunks(source: Source, stream: BinaryIO) -> Iterator[Chunk]:
+    line_number = 1
+    block = stream.read(CHUNK_BYTES)
+    while block:
+        if not block.endswith(LINE_END):
+            block += _rest_of_line(source, stream, line_number + block.count(LINE_END))
+        coming = stream.read(CHUNK_BYTES)
+        yield Chunk(source, line_number, block, 0, last=not coming)
+        line_number += block.count(LINE_END)
+        block = coming
+
+
+def _rest_of_line(source: Source, stream: BinaryIO, line_number: int) -> bytes:
+    rest = stream.readline(MAX_LINE_BYTES)
+    if len(rest) == MAX_LINE_BYTES and not rest.endswith(LINE_END):
+        raise DataError(
+            f"{source.path}:{line_number}: a line of over {MAX_LINE_BYTES:,} bytes; give each document its own line"
+        )
+    return rest
+
+
+def _text_chunks(source: Source, stream: BinaryIO) -> Iterator[Chunk]:
+    documents, held, lines, size, first_line, line_number = [], 0, [], 0, 1, 0
+    while line := _rest_of_line(source, stream, line_number + 1):
+        line_number += 1
+        if not line.strip() and size >= TEXT_DOCUMENT_BYTES:
+            documents.append((first_line, b"".join(lines)))
+            held, lines, size, first_line = held + size, [], 0, line_number + 1
+            if held >= CHUNK_BYTES:
+                yield Chunk(source, 0, documents, 0)
+                documents, held = [], 0
+        elif lines or line.strip():
+            lines.append(line)
+            size += len(line)
+        else:
+            first_line = line_number + 1
+    if lines:
+        documents.append((first_line, b"".join(lines)))
+    yield Chunk(source, 0, documents, 0, last=True)
+
+
+def _document(content: bytes, encoding: str, text_key: str) -> object:
+    """Plain text as a record; its line ends become LF."""
+    try:
+        text = _decode(content.removeprefix(codecs.BOM_UTF8), encoding)
+    except BadRecord as bad:
+        return bad
+    return {text_key: text.replace("\r\n", "\n").strip("\n")}
+
+
+def _decode(content: bytes, encoding: str) -> str:
+    try:
+        return content.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = content.count(LINE_END, 0, error.start)
+        column = error.start - (content.rfind(LINE_END, 0, error.start) + 1) + 1
+        where = f"byte 0x{content[error.start]:02x} at column {column}" + (f" of its line {line + 1}" if line else "")
+        guess = guess_encoding(content) if codecs.lookup(encoding).name == "utf-8" else None
+        hint = f"; it could be {guess}: --encoding {guess}" if guess else ""
+        name = "UTF-8" if codecs.lookup(encoding).name == "utf-8" else encoding
+        raise BadRecord(f"not {name}", where + hint) from None
+
+
+def _value_of_line(line: bytes, encoding: str) -> object:
+    # Also in the middle of a file: several may have been joined.
+    line = line.removeprefix(codecs.BOM_UTF8)
+    if not line.strip():
+        return None
+    try:
+        value = JSON.decode(_decode(line, encoding))
+    except BadRecord as bad:
+        return bad
+    except json.JSONDecodeError as error:
+        return BadRecord("not JSON", f"{error.msg} at column {error.colno}")
+    except RecursionError:
+        return BadRecord("not JSON", "nested too deeply")
+    return _not_null(value)
+
+
+def _not_null(value: object) -> object:
+    """None means a blank line."""
+    return BadRecord("null, not an object") if value is None else value
+
+
+def _array_chunks(source: Source, stream: BinaryIO) -> Iterator[Chunk]:
+    encoding = "utf-8-sig" if source.encoding == "utf-8" else source.encoding
+    text = io.TextIOWrapper(stream, encoding, newline="")
+    reader = ArrayReader(source.path, partial(_read_text, source.path, text), CHUNK_BYTES, MAX_LINE_BYTES)
+    content, held = [], 0
+    for number, element in enumerate(reader.elements(), start=1):
+        content.append((f"{element.line} (element {number})", _not_null(element.value)))
+        held += element.characters
+        if held >= CHUNK_BYTES:
+            yield Chunk(source, 0, content, 0)
+            content, held = [], 0
+    yield Chunk(source, 0, content, 0, last=True)
+
+
+def _read_text(path: str, text: TextIO, characters: int) -> str:
+    try:
+        return text.read(characters)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: not {error.encoding} as a whole ({error.reason}); convert it, or name its --encoding"
+        ) from error
+
+
+def _parquet_chunks(source: Source, digest: "hashlib._Hash", columns: list[str] | None) -> Iterator[Chunk]:
+    path = source.path
+    if source.zipped:
+        raise DataError(f"{path}: a parquet file inside gzip; unpack it first")
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"{path}: reading parquet needs pyarrow; pip install pyarrow") from error
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+        size = file.tell()
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            names, rows, row = table.schema_arrow.names, table.metadata.num_rows, 0
+            if missing := [name for name in columns or () if name not in names]:
+                raise DataError(f'{path}: no column "{missing[0]}"; it has {", ".join(names)} (--text_key names one)')
+            for batch in table.iter_batches(256, columns=columns):
+                values = batch.to_pylist()
+                content = [(f"row {row + number}", value) for number, value in enumerate(values, 1)]
+                before, row = row, row + len(values)
+                yield Chunk(source, 0, content, size * row // rows - size * before // rows)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: damaged parquet file ({error}); fetch it again") from error
+
+
 _JSON_TYPES = {
     dict: "an object",
     list: "a list",

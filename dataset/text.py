@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dataset.tokenizer import TextTokenizer
-from dataset.tokens import TokenStream, open_token_cache
+from dataset.tokens import DEFAULT_READING, Reading, TokenStream, open_token_cache
 from model.gpt import IGNORE_INDEX
 
 log = logging.getLogger(__name__)
@@ -69,17 +69,18 @@ def text_windows(
     tokenizer: TextTokenizer,
     max_seq_len: int,
     cache_dir: Path,
+    reading: Reading = DEFAULT_READING,
 ) -> tuple[TextWindows, TextWindows | None]:
     """Return training windows and, from `val_path` or a share of the training files, validation windows.
 
-    Raises ValueError (DataError for bad lines) when the data cannot be used; see `open_token_cache`.
+    Raises ValueError (DataError for bad records) when the data cannot be used; see `open_token_cache`.
     """
     if val_path and val_fraction:
         raise ValueError("--val_path and --val_fraction exclude each other; give one of them")
-    cache = open_token_cache(list(data_path), tokenizer, cache_dir, val_fraction)
+    cache = open_token_cache(list(data_path), tokenizer, cache_dir, val_fraction, reading)
     val_stream = cache.val
     if val_path:
-        val_stream = open_token_cache(list(val_path), tokenizer, cache_dir).train
+        val_stream = open_token_cache(list(val_path), tokenizer, cache_dir, reading=reading).train
     train = TextWindows(cache.train, max_seq_len)
     val = TextWindows(val_stream, max_seq_len, keep_tail=True) if val_stream else None
     used = len(train) * max_seq_len

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+# Characters. A longer text is encoded in pieces; within the last part of one its end is looked for, on this context.
+LONG_TEXT, CUT_SEARCH, CUT_CONTEXT = 1 << 18, 1 << 13, 256
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _FILES_NEEDED = " and ".join(TOKENIZER_FILES)
 
@@ -37,10 +39,37 @@ class TextTokenizer:
         Raises ValueError for a text with a lone surrogate, which has no UTF-8 bytes.
         """
         try:
+            if any(len(text) > LONG_TEXT for text in texts):
+                return [self._encode_in_pieces(text) for text in texts]
             encodings = self._raw.encode_batch_fast(texts, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError) as problem:
             raise ValueError(_why_not_text(texts)) from problem
         return [encoding.ids for encoding in encodings]
+
+    def _encode_in_pieces(self, text: str) -> list[int]:
+        """Encode a text of any length: the library takes about a hundred bytes a byte while it works on one."""
+        ids, start = [], 0
+        while start < len(text):
+            end = self._neutral_cut(text, start + LONG_TEXT) if len(text) - start > LONG_TEXT else len(text)
+            ids += self._raw.encode(text[start:end], add_special_tokens=False).ids
+            start = end
+        return ids
+
+    def _neutral_cut(self, text: str, place: int) -> int:
+        """The last position up to `place`, after a line end or else a mark, where a cut changes no id.
+
+        Tried on the surroundings, as wide as no chunk of letters between two marks is; the text's end where none is.
+        """
+
+        def ids(start: int, end: int) -> list[int]:
+            return self._raw.encode(text[start:end], add_special_tokens=False).ids
+
+        nearest = range(place, place - CUT_SEARCH, -1)
+        ends = [at for at in nearest if text[at - 1] == "\n"]
+        for at in ends + [at for at in nearest if not text[at - 1].isalnum()]:
+            if ids(at - CUT_CONTEXT, at) + ids(at, at + CUT_CONTEXT) == ids(at - CUT_CONTEXT, at + CUT_CONTEXT):
+                return at
+        return len(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`; control tokens appear as their names, broken UTF-8 as U+FFFD."""

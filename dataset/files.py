@@ -1,0 +1,200 @@
+"""What people name with --data_path -> data files, and what each of them is: by its content, whatever its name says."""
+
+import codecs
+import glob
+import gzip
+import json
+import logging
+import os
+import re
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+log = logging.getLogger(__name__)
+
+# What a folder is searched for; a file that is named itself may be called anything that its content explains.
+JSON_NAMES = (".jsonl", ".ndjson", ".json")
+TEXT_NAMES = (".txt", ".text", ".md")
+SEARCHED = (*JSON_NAMES, ".txt", ".parquet")
+
+LINES, ARRAY, TEXT, PARQUET = "JSON lines", "JSON array", "plain text", "parquet"
+HEAD_BYTES = 1 << 16
+# The longer mark first: UTF-32's begins with UTF-16's.
+_BYTE_ORDER_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+_NOT_DATA = {
+    b"version https://git-lfs": "a Git-LFS pointer, not the data it stands for; run `git lfs pull` where it came from",
+    b"PK\x03\x04": "a zip archive; unpack it first",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it first, or use gzip",
+    b"\xfd7zXZ\x00": "compressed with xz; unpack it first, or use gzip",
+    b"BZh": "compressed with bzip2; unpack it first, or use gzip",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it first",
+    b"%PDF": "a PDF; convert it to plain text first",
+    b"<!doctype html": "a web page; the download went wrong",
+    b"<html": "a web page; the download went wrong",
+}
+
+
+class DataError(ValueError):
+    """Training data that cannot be used; the message names file, line and reason."""
+
+
+class Source(NamedTuple):
+    """A data file. encoding: of its text, or as its byte order mark says; zipped: with gzip."""
+
+    path: str
+    kind: str
+    encoding: str
+    zipped: bool
+
+
+def find_files(paths: list[str]) -> list[str]:
+    """Replace folders by the data files below them and patterns by what they match, each in the order of names.
+
+    Raises one ValueError for everything that is missing, empty or cannot be read.
+    """
+    found, problems = [], [] if paths else ["no data file was given"]
+    for path in paths:
+        if os.path.isdir(path):
+            files = _files_below(path)
+            problems += [] if files else [f"{path} is a folder without {', '.join(SEARCHED)} files, zipped or not"]
+        elif not os.path.exists(path) and glob.has_magic(path):
+            matches = sorted(glob.glob(path, recursive=True))
+            files = [file for match in matches for file in (_files_below(match) if os.path.isdir(match) else [match])]
+            problems += [] if files else [f"{path} matches no file (looked from {os.getcwd()})"]
+        else:
+            files = [path]
+        found += files
+    problems += [problem for file in found if (problem := _problem_with(file))]
+    if problems:
+        raise ValueError("cannot read the data: " + "; ".join(problems))
+    for path, times in Counter(map(os.path.realpath, found)).items():
+        if times > 1:
+            log.info("%s is named %d times and counts as often", path, times)
+    return found
+
+
+def _files_below(folder: str) -> list[str]:
+    """The data files in a folder and its folders; names beginning with a dot and other files are left out."""
+    found, others = [], []
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(name for name in names if not name.startswith(".")):
+            (found if _extension(name) in SEARCHED else others).append(os.path.join(place, name))
+    if others:
+        log.info("%s: %d other files are left out, as %s", folder, len(others), others[0])
+    return sorted(found)
+
+
+def _problem_with(path: str) -> str | None:
+    if not os.path.exists(path):
+        return f"{path} does not exist (looked from {os.getcwd()})"
+    if not os.path.isfile(path):
+        return f"{path} is not a regular file"
+    if os.path.getsize(path) == 0:
+        return f"{path} is empty"
+    if not os.access(path, os.R_OK):
+        return f"{path} may not be read by this user"
+    return None
+
+
+def _extension(path: str) -> str:
+    return Path(path.lower().removesuffix(".gz")).suffix
+
+
+def identify(path: str, encoding: str) -> Source:
+    """Look at the first bytes of a file: what it is, and in which encoding; `encoding` where no mark says it.
+
+    Raises DataError for what is no data (a Git-LFS pointer, an archive, CSV, ...), ValueError for an unknown encoding.
+    """
+    try:
+        if "\n".encode(encoding).decode(encoding) != "\n":
+            raise LookupError(encoding)
+    except (LookupError, UnicodeError):
+        known = "utf-8, gb18030, big5, utf-16, latin-1"
+        raise ValueError(f"--encoding {encoding}: no such text encoding; known are {known} and others") from None
+    head, zipped = _head(path)
+    if head.startswith(b"PAR1"):
+        return Source(path, PARQUET, "", zipped)
+    for start, what in _NOT_DATA.items():
+        if head.lstrip()[: len(start)].lower() == start.lower():
+            raise DataError(f"{path} is {what}")
+    marked = next((name for mark, name in _BYTE_ORDER_MARKS.items() if head.startswith(mark)), None)
+    if marked is None and codecs.lookup(encoding).name != "utf-8" and not head.isascii() and _reads_as(head, "utf-8"):
+        raise DataError(f"{path} is UTF-8, but --encoding {encoding} was given, which would garble it; leave it out")
+    encoding = marked or encoding
+    return Source(path, _kind(path, head.decode(encoding, errors="ignore").removeprefix("\ufeff")), encoding, zipped)
+
+
+def _head(path: str) -> tuple[bytes, bool]:
+    try:
+        with open(path, "rb") as file:
+            head = file.read(HEAD_BYTES)
+            zipped = head.startswith(b"\x1f\x8b")
+            if zipped:
+                file.seek(0)
+                head = gzip.GzipFile(fileobj=file).read(HEAD_BYTES)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: damaged gzip file ({error}); fetch it again") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    return head, zipped
+
+
+def _reads_as(head: bytes, encoding: str) -> bool:
+    """Whether these first bytes are text in that encoding; the last character may be cut."""
+    try:
+        codecs.getincrementaldecoder(encoding)().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def guess_encoding(line: bytes) -> str | None:
+    """An encoding in which bytes that are not UTF-8 could be meant; None where none of the usual ones fits."""
+    foreign = sum(byte >= 0x80 for byte in line)
+    if sum(byte >= 0x80 for byte in line.decode("utf-8", errors="ignore").encode()) > foreign / 2:
+        return None  # UTF-8 with a damaged place
+    return next((name for name in ("gb18030", "big5") if _reads_as(line, name)), None)
+
+
+def _kind(path: str, head: str) -> str:
+    lines = [line for line in head.split("\n") if line.strip()]
+    first = lines[0].strip() if lines else ""
+    extension = _extension(path)
+    named_text = extension in TEXT_NAMES
+    # Prose may begin with a bracket as well, so in a file that calls itself text an object has to follow.
+    if _begins_array(first, lines[1:2]) and (not named_text or re.search(r'\{\s*"', head)):
+        return ARRAY
+    if extension in JSON_NAMES or (first.startswith("{") and (not named_text or _is_json(first))):
+        return LINES
+    if named_text:
+        return TEXT
+    raise DataError(
+        f"{path}: neither JSON nor named as plain text ({', '.join(TEXT_NAMES)}); rename it if it is text, and turn a "
+        'table into lines of {"text": "..."}'
+    )
+
+
+def _begins_array(first: str, second: list[str]) -> bool:
+    """Whether a first line opens an array of records, and is not a bad line before lines that are objects."""
+    if not first.startswith("[") or first.startswith("[["):
+        return False
+    if first == "[" or first.endswith(",") or not second:
+        return True
+    return not (_is_json(first) or (second[0].lstrip().startswith("{") and _is_json(second[0])))
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
