@@ -5,28 +5,13 @@
 #   bash scripts/test.sh ARGS...   the arguments go to pytest, as in: tests/test_model.py -x
 set -euo pipefail
 cd "$(dirname "$0")/.."
-fail() { echo "test.sh: $1" >&2; exit 1; }
+source scripts/venv.sh
 
-python=${PYTHON:-python3}
-command -v "$python" >/dev/null || fail "no $python found; install Python 3.11 or newer, or set PYTHON=/path/to/python"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$python is older than Python 3.11; set PYTHON=/path/to/python"
+say "installing into .venv what is not there yet (about 2 minutes the first time)"
+install requirements.txt
+install tests/requirements.txt
 
-wanted=$(cat requirements.txt tests/requirements.txt)
-if [ "$(cat .venv/installed 2>/dev/null || true)" != "$wanted" ]; then
-    echo "test.sh: installing into .venv (once; about 2 minutes)"
-    [ -x .venv/bin/python ] || "$python" -m venv .venv || fail "cannot make .venv; on Debian: apt-get install python3-venv"
-    free=$(df -Pm . | awk 'NR == 2 { print $4 }')
-    [ "$free" -ge 3000 ] || fail "only $free MB free here; torch and the tests need 3000"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r tests/requirements.txt \
-        || fail "pip could not install tests/requirements.txt; is the network there?"
-    echo "$wanted" > .venv/installed
-fi
-
-select=(-m "not integration")
-if [ "${1:-}" = "--all" ]; then
-    select=()
-    shift
-fi
+if [ "${1:-}" = "--all" ]; then shift; else set -- -m "not integration" "$@"; fi
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
-exec .venv/bin/python -m pytest "${select[@]}" "$@"
+exec .venv/bin/python -m pytest "$@"
