@@ -2,7 +2,7 @@
 
     python -m scripts.train_tokenizer --data_path a.jsonl b.jsonl --out_dir out/tokenizer
 
-The same files in the same order give the same bytes. Lines are {"text": "..."} or
+The same files in the same order give the same bytes. Records are {"text": "..."} or
 {"conversations": [{"role": ..., "content": "...", ...}, ...]}; all strings but the role are read.
 
 model/tokenizer was trained on 15 MB of Chinese and English web, law, poetry and manual text and 8 MB of
@@ -12,6 +12,7 @@ conversations: 3.28 bytes per token on either (MiniMind's own vocabulary: 2.86 a
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from dataset.files import DataError, find_files, identify
+from dataset.records import BadRecord, read_chunks, text_of
+
+TEXT_KEY = "text"
 # Ids 0-20: never part of a text. The layout is minimind-3's, so that its chat templates and tool
 # formats find their markers at the same ids.
 SPECIAL_TOKENS = (
@@ -46,37 +51,28 @@ CHUNKS = (
 )
 
 
-def read_texts(path: Path) -> Iterator[str]:
-    """Yield the texts of a JSONL file, one line in memory at a time.
+def read_texts(path: str, encoding: str) -> Iterator[str]:
+    """Yield the texts of a file of any kind that training reads, a chunk of it in memory at a time.
 
-    Raises ValueError naming file, line and reason for a line that holds no text; blank lines are skipped.
+    Raises DataError naming file, line and reason for a record without a text; blank lines are skipped.
     """
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
+    for chunk in read_chunks(identify(path, encoding), hashlib.sha256()):
+        for place, record in chunk.records(TEXT_KEY):
             try:
-                yield from _texts_of(json.loads(line))
+                yield from texts_of(record) if record is not None else ()
             except ValueError as problem:
-                raise ValueError(f"{path}:{number}: {problem}; repair or remove the line") from problem
+                raise DataError(f"{place}: {problem}; repair or remove it") from problem
 
 
-def _texts_of(record: object) -> list[str]:
-    if not isinstance(record, dict):
-        raise ValueError(f"expected a JSON object, found {type(record).__name__}")
-    if "conversations" in record:
-        messages = record["conversations"]
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise ValueError('"conversations" must be a list of objects')
-        fields = [value for message in messages for key, value in message.items() if key != "role"]
-        texts = [value for value in fields if isinstance(value, str)]
-    elif isinstance(record.get("text"), str):
-        texts = [record["text"]]
-    else:
-        raise ValueError('expected {"text": "..."} or {"conversations": [...]}')
-    for text in texts:
-        text.encode("utf-8")  # a lone surrogate raises UnicodeEncodeError, which is a ValueError
-    return texts
+def texts_of(record: object) -> list[str]:
+    """The text of a record, or all strings of a conversation but the roles. Raises BadRecord for what has neither."""
+    if not isinstance(record, dict) or "conversations" not in record:
+        return [text_of(record, TEXT_KEY)]
+    messages = record["conversations"]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise BadRecord('"conversations" is not a list of objects')
+    fields = [value for message in messages for key, value in message.items() if key != "role"]
+    return [text_of({TEXT_KEY: value}, TEXT_KEY) for value in fields if isinstance(value, str) and value.strip()]
 
 
 def train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
@@ -144,24 +140,25 @@ def count_bytes_and_tokens(tokenizer: Tokenizer, texts: Iterator[str], batch: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data_path", nargs="+", type=Path, required=True, help="JSONL files")
+    parser.add_argument(
+        "--data_path", nargs="+", required=True, help="files, folders or patterns, of the kinds that training reads"
+    )
+    parser.add_argument("--encoding", default="utf-8", help="of files without a byte order mark, as gb18030")
     parser.add_argument("--out_dir", type=Path, required=True, help="folder for the two files")
     parser.add_argument("--vocab_size", type=int, default=6400)
     args = parser.parse_args()
     smallest = len(RESERVED_TOKENS) + BYTES
     if args.vocab_size < smallest:
         parser.error(f"--vocab_size {args.vocab_size} is below {smallest} (36 reserved tokens + 256 bytes)")
-    missing = [str(path) for path in args.data_path if not path.is_file()]
-    if missing:
-        parser.error(f"--data_path: no such file: {', '.join(missing)}")
     try:
-        texts = (text for path in args.data_path for text in read_texts(path))
+        paths = find_files(args.data_path)
+        texts = (text for path in paths for text in read_texts(path, args.encoding))
         tokenizer = train(texts, args.vocab_size)
         save(tokenizer, args.out_dir)
     except (ValueError, OSError) as problem:
         parser.error(str(problem))
-    for path in args.data_path:
-        text_bytes, tokens = count_bytes_and_tokens(tokenizer, read_texts(path))
+    for path in paths:
+        text_bytes, tokens = count_bytes_and_tokens(tokenizer, read_texts(path, args.encoding))
         ratio = text_bytes / max(tokens, 1)
         print(f"{path}: {text_bytes:,} bytes / {tokens:,} tokens = {ratio:.4f} bytes per token")
     print(f"wrote {args.out_dir}: {args.vocab_size} entries")

@@ -173,11 +173,11 @@ def test_training_twice_writes_the_same_bytes(tmp_path):
 def test_training_names_file_and_line_of_a_bad_line(tmp_path):
     data = tmp_path / "data.jsonl"
     for line, reason in (
-        (b'{"text": ', "Expecting value"),
-        (b'{"text": null}', 'expected {"text"'),
-        (b'["text"]', "found list"),
-        (b'{"text": "\\ud800"}', "surrogates"),
-        (b'{"text": "\xff"}', "invalid start byte"),
+        (b'{"text": ', "not JSON (Expecting value"),
+        (b'{"text": null}', '"text" is null'),
+        (b'["text"]', "a list, not an object"),
+        (b'{"text": "\\ud800"}', "lone surrogate"),
+        (b'{"text": "\xff"}', "not UTF-8"),
     ):
         data.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
         result = run_training(tmp_path / "out", data)
