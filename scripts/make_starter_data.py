@@ -35,9 +35,10 @@ from scripts.starter_text import LANGUAGES, Table, capital, number, read_skeleto
 
 FOLDER = Path(__file__).resolve().parent.parent / "dataset" / "starter"
 FACT_FILES = ("facts_places.txt", "facts_nature.txt", "facts_people.txt")
+# How many different fillings of one skeleton, or lines of one kind of sum, are made at most.
 TELLINGS = {"stories.txt": 24, "essays.txt": 6}
-LINES_PER_SUM_PHRASING = 120
 TELLINGS_PER_CHAT = {"chats.txt": 14, "identity.txt": 6}
+LINES_PER_SUM_PHRASING = 120
 
 
 class Piece(NamedTuple):
@@ -63,6 +64,7 @@ def fact_texts(table: Table, language: str) -> Iterator[list[Piece]]:
 
 
 def shuffled(pieces: Iterable[Piece]) -> list[Piece]:
+    """Mix the pieces, each only once; the order depends on nothing but their text."""
     return sorted(set(pieces), key=lambda piece: hashlib.sha256(piece.text.encode()).digest())
 
 
@@ -104,6 +106,7 @@ def sum_texts(table: Table) -> Iterator[list[Piece]]:
 
 
 def fact_tables() -> list[Table]:
+    """Return the tables of all files of facts."""
     return [table for name in FACT_FILES for table in read_tables(FOLDER / name)]
 
 
@@ -132,6 +135,7 @@ def make_chats() -> tuple[list[Chat], list[Chat], list[dict]]:
 
 
 def columns(table: Table) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name and the different cells of every column."""
     for name, *cells in zip(table.columns, *table.rows, strict=True):
         yield name, list(dict.fromkeys(cells))
 
@@ -160,6 +164,7 @@ def describe(pieces: Iterable[Piece]) -> str:
 
 
 def chat_pieces(chats: Iterable[Chat]) -> Iterator[Piece]:
+    """Yield what is said in each conversation as one piece, for `describe`."""
     for chat in chats:
         yield Piece("\n".join(message["content"] for message in chat.messages), chat.template, chat.language)
 

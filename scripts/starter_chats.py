@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from scripts.starter_text import LANGUAGES, Table, fill_skeleton, number, sums, tellings
+from scripts.starter_text import LANGUAGES, Table, capital, fill_skeleton, number, sums, tellings
 
 Message = dict[str, str]
 CHATS_PER_SUM_PHRASING = 70
@@ -109,8 +109,8 @@ def skeleton_chats(
             continue
         language, template = mark[:2], f"{name} {skeleton_number}"
         follow = [more for other, more in skeletons if other == f"{language}+"]
-        for text in tellings(skeleton, slots, template, count):
-            if follow and number(f"{text} goes on", 4) == 0:
+        for text in map(capital, tellings(skeleton, slots, template, count)):
+            if follow and number(f"{text} goes on", 5) == 0:
                 text += " => " + fill_skeleton(follow[number(text, len(follow))], slots, text)
             yield chat(text, template, language, tools)
 
@@ -135,5 +135,6 @@ def skeleton_questions(name: str, slots: dict[str, list[str]], skeletons: list[t
 
 
 def question(text: str, topic: str) -> dict:
+    """Make a record of questions.jsonl out of "question => answer / answer"."""
     asked, answers = text.split(" => ")
     return {"question": asked, "answers": answers.split(" / "), "topic": topic}
