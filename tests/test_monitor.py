@@ -1,12 +1,18 @@
 """Numbers over time: full precision, cut back on resume, and never a reason for a run to die."""
 
+import contextlib
 import json
+import logging
+import os
 import resource
+import sys
+import termios
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from trainer.monitor import Jsonl, Monitor, cut_metrics
+from trainer.monitor import Bar, Console, Jsonl, Monitor, cut_metrics, open_console
 
 
 def test_lines_past_the_checkpoint_are_cut_and_the_others_keep_their_bytes(tmp_path: Path) -> None:
@@ -102,3 +108,119 @@ def test_events_are_a_history_and_only_the_first_rank_writes_it(tmp_path: Path) 
     Monitor(None).event("ended", code=1)
     kinds = [json.loads(line)["event"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert kinds == ["started", "ended"]
+
+
+class Recorder:
+    """A dashboard that only remembers."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self.lines.append((step, values))
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_dashboard_that_joins_late_gets_the_curve_so_far(tmp_path: Path) -> None:
+    curve = Jsonl(tmp_path / "metrics.jsonl")
+    curve.write(1, {"loss": 0.1 + 0.2})
+    curve.write(2, {"loss": float("nan")})
+    monitor, board = Monitor(tmp_path), Recorder()
+    monitor.sinks = [curve]
+    monitor.join("board", lambda: board)
+    monitor.write(3, {"loss": 3.0})
+    assert str(board.lines) == str([(1, {"loss": 0.1 + 0.2}), (2, {"loss": float("nan")}), (3, {"loss": 3.0})])
+
+
+def test_a_dashboard_that_cannot_be_opened_is_left_out_with_one_line(tmp_path: Path, caplog) -> None:
+    def fail() -> None:
+        raise ConnectionError("no\nnetwork")
+
+    monitor = Monitor(tmp_path)
+    monitor.join("board", fail)
+    assert monitor.sinks == []
+    assert [record.message for record in caplog.records] == [
+        "board cannot be used, training goes on without: no network"
+    ]
+
+
+@contextlib.contextmanager
+def terminal(columns: int = 100) -> Iterator[Callable[[], str]]:
+    """Make stderr a terminal; calling it gives what was written there since."""
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+    os.set_blocking(ours, False)
+
+    def read() -> str:
+        stream.flush()
+        with contextlib.suppress(BlockingIOError):
+            return os.read(ours, 1 << 16).decode()
+        return ""
+
+    with os.fdopen(theirs, "w", encoding="utf-8") as stream, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        yield read
+    os.close(ours)
+
+
+NUMBERS = {"loss": 4.25, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 12345.6, "step_seconds": 0.5}
+
+
+def test_without_a_terminal_there_is_one_minimind_line_a_log_step(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    console = open_console(total_steps=44160, first_step=0, epoch_of=lambda step: (1, 1))
+    assert isinstance(console, Console)
+    console.write(100, NUMBERS)
+    assert caplog.messages == [
+        "Epoch:[1/1](100/44160) loss:4.250 lr:0.001000000000 epoch_Time:367.2min: grad_norm:1.000 tokens/s:12346"
+    ]
+
+
+def test_on_a_terminal_a_bar_moves_with_every_step_to_the_end(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path)
+    with terminal() as shown:
+        monitor.sinks = [bar := open_console(total_steps=30, first_step=0, epoch_of=lambda step: (1, 2))]
+        assert isinstance(bar, Bar)
+        for step in range(1, 31):
+            monitor.tick(step)
+            if step == 10:
+                monitor.write(step, NUMBERS)
+        monitor.close()
+        text = shown()
+    for part in (" 0/30 ", " 10/30 ", " 30/30 ", "Epoch [1/2]", "loss 4.250", "tokens/s 12,346", "100%"):
+        assert part in text
+
+
+def test_a_terminal_without_a_width_gets_lines() -> None:
+    with terminal(columns=0):
+        assert isinstance(open_console(total_steps=30, first_step=0, epoch_of=lambda step: (1, 2)), Console)
+
+
+def test_a_resumed_bar_starts_at_its_step_and_times_its_own_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    with terminal() as shown:
+        bar = Bar(total_steps=1000, first_step=900, epoch_of=lambda step: (1, 1))
+        assert " 900/1000 " in shown()
+        for step in range(901, 911):
+            now[0] += 2.0
+            bar.tick(step)
+        assert " 910/1000 [00:20<03:00," in shown()  # 90 steps of 2 s are left
+        bar.close()
+
+
+def test_log_lines_stand_above_the_bar_and_do_not_tear_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal() as shown:
+        handler = logging.StreamHandler(sys.stderr)
+        monkeypatch.setattr(logging.root, "handlers", [handler])
+        bar = Bar(total_steps=30, first_step=0, epoch_of=lambda step: (1, 1))
+        bar.tick(1)
+        logging.getLogger("trainer").warning("saved step 1")
+        bar.close()
+        # What is visible of a line is what follows its last carriage return.
+        lines = [line.split("\r")[-1].rstrip() for line in shown().replace("\r\n", "\n").split("\n")]
+    assert lines[0] == "saved step 1"
+    assert " 1/30 " in lines[1]
+    assert logging.root.handlers == [handler]

@@ -1,5 +1,7 @@
 """Command lines: MiniMind's names work, mistakes are told in one message, nothing is guessed."""
 
+import importlib.util
+
 import pytest
 
 from train_pretrain import options
@@ -28,7 +30,8 @@ def test_defaults_are_the_seeds() -> None:
         "device": None, "compile": False, "deterministic": False, "seed": 42, "num_workers": 4, "pin_memory": True,
         "log_interval": 10, "checkpoint_interval": 100, "keep_checkpoints": 3, "resume_from_checkpoint": True,
         "ddp_timeout": 1800, "ddp_bucket_cap_mb": 25, "find_unused_parameters": False, "from_weight": "none",
-        "val_fraction": 0, "val_path": None,
+        "val_fraction": 0, "val_path": None, "use_wandb": False, "wandb_project": "MiniMind-Pretrain",
+        "wandb_mode": "online", "use_tensorboard": False,
     }  # fmt: skip
     assert {name: getattr(args, name) for name in expected} == expected
 
@@ -48,6 +51,8 @@ def test_defaults_are_the_seeds() -> None:
         ("--timeout", "60", "ddp_timeout", 60),
         ("--warmup_iters", "5", "warmup_steps", 5),
         ("--use_compile", "1", "compile", True),
+        ("--use_wandb", "1", "use_wandb", True),
+        ("--wandb_project", "mine", "wandb_project", "mine"),
     ],
 )
 def test_minimind_names_are_aliases(alias: str, value: str, name: str, expected: object) -> None:
@@ -75,6 +80,8 @@ def test_dead_options_are_noted_once_and_dropped() -> None:
 
 def test_switches_work_bare_and_with_a_value() -> None:
     assert parsed("--compile").compile is True
+    assert parsed("--use_wandb").use_wandb is True
+    assert parsed("--use_wandb", "false").use_wandb is False
     assert parsed("--compile", "false").compile is False
     assert parsed("--tie_word_embeddings", "0").tie_word_embeddings is False
 
@@ -106,3 +113,13 @@ def test_all_problems_come_in_one_message(capsys: pytest.CaptureFixture[str]) ->
 )
 def test_contradictions_are_refused(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert part in refusal(capsys, *argv)
+
+
+@pytest.mark.parametrize(("switch", "package"), [("--use_wandb", "wandb"), ("--use_tensorboard", "tensorboard")])
+def test_a_dashboard_whose_package_is_missing_is_one_line_with_its_pip_command(
+    switch: str, package: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+    assert f"{switch}: its package is not installed; pip install {package}" in refusal(capsys, switch)
+    assert parsed().use_wandb is False

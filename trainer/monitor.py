@@ -119,7 +119,8 @@ class Bar:
         self.epoch_of = epoch_of
         self._undo = contextlib.ExitStack()
         self._undo.enter_context(logging_redirect_tqdm())
-        self._bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, file=sys.stderr)
+        shape = {"unit": "step", "dynamic_ncols": True, "miniters": 1}
+        self._bar = tqdm(total=total_steps, initial=first_step, file=sys.stderr, **shape)
 
     def tick(self, step: int) -> None:
         """Move to `step`; redrawn ten times a second at the most."""
@@ -148,8 +149,8 @@ def log_validation(step: int, values: dict[str, float]) -> None:
 
 
 def open_console(total_steps: int, first_step: int, epoch_of: Callable[[int], tuple[int, int]]) -> Sink:
-    """A bar where somebody watches a terminal, else a line per log step."""
-    if sys.stderr.isatty():
+    """A bar on a terminal (that knows its width, which not every container's does), else a line per log step."""
+    if sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns:
         return Bar(total_steps, first_step, epoch_of)
     return Console(total_steps, epoch_of)
 

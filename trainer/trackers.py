@@ -1,15 +1,16 @@
 """Dashboards as sinks of the monitor: Weights & Biases, and TensorBoard for who cannot or will not reach it.
 
 A run that was killed at step 17 and goes on from its checkpoint of step 10 computes the steps 11 to 17 again. A
-dashboard must show them once, and it must be live, so lines are not held back until a checkpoint has them. Instead the
-run folder remembers the last step that was sent of every metric (`Sent`). wandb cannot take back what it has, so there
-the steps that it has seen are not sent again: a resumed run computes the same numbers. (Where it does not, because a
-resume was announced as not bit-exact or changed the rate, the curve in wandb keeps the numbers of the first time and
-metrics.jsonl has those of the second.) TensorBoard can take back, so there everything past the checkpoint is replaced.
+dashboard must show them once, and it must be live, so lines are not held back until a checkpoint has them. Instead a
+sink finds out at its start up to which step the dashboard has the curve, and gives it what comes after: first the
+lines of metrics.jsonl (the monitor sees to that), then those of the new steps.
 
-What was sent is noted right after it was handed over: a kill exactly in between sends one line twice. wandb's own
-process takes the line over, and a killed training process does not take it along; a machine that loses power loses
-what the dashboard had not written yet, while metrics.jsonl still has it.
+- wandb cannot take back what it has, so steps that it has seen are not sent again; a resumed run computes the same
+  numbers. (Where it does not, after a resume that was announced as not bit-exact or at another rate, wandb keeps the
+  numbers of the first time, and metrics.jsonl has those of the second.) Nor can we count on what was handed over:
+  wandb's own process ends at once when ours is killed, and takes up to 15 s of lines with it. So its word counts: the
+  summary that the server has when the run is resumed there, or the files that were written offline.
+- TensorBoard can take back, so there everything past the checkpoint is replaced. Its lines are flushed one by one.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 
 # What a start may wait for the server, and what an end may wait for the last uploads; torchrun kills after 30 s.
 INIT_SECONDS, CLOSE_SECONDS = 20.0, 10.0
+HEADER_BYTES = 7  # at the begin of wandb's files
 # Of Weights & Biases we want the numbers, not the console, the code, the packages or the machine.
 QUIET = {
     "console": "off",
@@ -38,29 +41,6 @@ QUIET = {
     "x_disable_machine_info": True,
     "x_save_requirements": False,
 }
-
-
-class Sent:
-    """What a dashboard has of this run: its id there, and the last step of every metric. Kept in a file."""
-
-    def __init__(self, path: Path, first_step: int) -> None:
-        """first_step: steps done already. A run that begins at 0 is a new one, whatever the file says."""
-        self.path, self.id, self.steps = path, secrets.token_hex(4), {}
-        if first_step:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                record = json.loads(path.read_text(encoding="utf-8"))
-                self.id, self.steps = str(record["id"]), dict(record["steps"])
-
-    def new(self, step: int, values: dict[str, float]) -> dict[str, float]:
-        """Those of the values that the dashboard does not have."""
-        return {name: value for name, value in values.items() if step > self.steps.get(name, -1)}
-
-    def note(self, step: int, values: dict[str, float]) -> None:
-        """Remember that the dashboard has them."""
-        self.steps |= dict.fromkeys(values, step)
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
-        temporary.write_text(json.dumps({"id": self.id, "steps": self.steps}), encoding="utf-8")
-        temporary.replace(self.path)
 
 
 class Wandb:
@@ -75,10 +55,9 @@ class Wandb:
     ) -> None:
         """Without a key or a server that answers the run is kept offline, with one warning; nothing is ever asked.
 
-        first_step: steps done already. Raises whatever wandb raises.
+        first_step: steps done already; at 0 begins a new run with a new id. Raises whatever wandb raises.
         """
         self.total_steps = total_steps
-        self._sent = Sent(run_dir / "wandb.json", first_step)
         # Else wandb also reports on its own use of itself, to a server of its makers.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -87,11 +66,16 @@ class Wandb:
         if mode == "online" and (problem := _why_not_online(wandb)):
             log.warning("wandb is offline (%s); later: wandb sync %s/wandb/offline-run-*", problem, run_dir)
             mode = "offline"
+        identity = _identity(run_dir / "wandb.json", first_step)
+        for path in run_dir.glob(f"wandb/offline-run-*-{identity}/*.wandb"):
+            if path.stat().st_size <= HEADER_BYTES:
+                # Killed before wandb wrote anything; `wandb sync` would refuse all folders because of this one.
+                shutil.rmtree(path.parent)
         with _own_exit():
             self._run = wandb.init(
                 project=project,
                 name=name,
-                id=self._sent.id,
+                id=identity,
                 dir=run_dir,
                 mode=mode,
                 resume="allow",
@@ -100,16 +84,23 @@ class Wandb:
                 settings=wandb.Settings(**QUIET, init_timeout=INIT_SECONDS, finish_timeout=CLOSE_SECONDS),
             )
         self._run.define_metric("step", hidden=True)
+        self._run.define_metric("val_step", hidden=True)
         self._run.define_metric("*", step_metric="step")
+        # What an online run has left on the disk is with the server, as far as it goes: only an offline run counts it.
+        files = sorted(run_dir.glob(f"wandb/{'offline-' if mode == 'online' else '*'}run-*-{identity}/*.wandb"))
+        seen = [dict(self._run.summary), *(row for path in files for row in _rows(path))]
+        self._has = {kind: max(row.get(kind, 0) for row in seen) for kind in ("step", "val_step")}
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Hand over what wandb does not have yet; returns at once, whatever the network does."""
-        if new := self._sent.new(step, values):
-            extra = {}
-            if "step_seconds" in new:
-                extra["epoch_time"] = (self.total_steps - step) * new["step_seconds"] / 60  # minutes left
-            self._run.log({"step": step, **new, **extra})
-            self._sent.note(step, new)
+        kind = "val_step" if "val_loss" in values else "step"
+        if step <= self._has[kind]:
+            return
+        self._has[kind] = step
+        extra = {"step": step, kind: step}
+        if "step_seconds" in values:
+            extra["epoch_time"] = (self.total_steps - step) * values["step_seconds"] / 60  # minutes left
+        self._run.log({**values, **extra})
 
     def close(self) -> None:
         """Wait CLOSE_SECONDS at the most for what is not uploaded yet; the rest stays in out_dir/wandb."""
@@ -118,6 +109,45 @@ class Wandb:
         finally:
             # Here and not when Python ends, where wandb would wait for its process after we have said our exit code.
             self._wandb.teardown()
+
+
+def _identity(path: Path, first_step: int) -> str:
+    """The id of this run at wandb, kept in a file; a new one where the run begins at step 0."""
+    if first_step:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    identity = secrets.token_hex(4)
+    path.write_text(json.dumps({"id": identity}), encoding="utf-8")
+    return identity
+
+
+def _rows(path: Path) -> Iterator[dict[str, float]]:
+    """Yield the steps in one of wandb's files, as far as it was written.
+
+    They are logs in LevelDB's format: 7 bytes (checksum, length, kind) before every piece, in blocks of 32 KiB; wandb
+    0.31 has no reader for Python.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, piece = path.read_bytes(), HEADER_BYTES, b""
+    while position + 7 <= len(data):
+        rest = 2**15 - position % 2**15
+        if rest < 7:
+            position += rest
+            continue
+        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        position += 7 + length
+        if position > len(data):
+            return
+        piece += data[position - length : position]
+        if kind in (1, 4):  # a whole record, or its last piece
+            items = Record.FromString(piece).history.item
+            names = {item.key or item.nested_key[0]: item.value_json for item in items}
+            row = {name: json.loads(names[name]) for name in ("step", "val_step") if name in names}
+            if row:
+                # The step of a validation says nothing about the training line of that step.
+                yield row if "val_step" not in row else {"val_step": row["val_step"]}
+            piece = b""
 
 
 def _why_not_online(wandb: ModuleType) -> str | None:
@@ -152,17 +182,26 @@ class TensorBoard:
         """first_step: steps done already; later ones that stand in the files are taken back."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._sent = Sent(run_dir / "tensorboard.json", first_step)
-        self._sent.steps = {name: min(step, first_step) for name, step in self._sent.steps.items()}
+        self._record = run_dir / "tensorboard.json"  # the last step of every metric that the files have
+        self._last: dict[str, int] = {}
+        if first_step:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                record = json.loads(self._record.read_text(encoding="utf-8"))
+                self._last = {name: min(int(step), first_step) for name, step in record.items()}
         self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Write what the files do not have yet, to the disk: a killed run leaves no gap."""
-        if new := self._sent.new(step, values):
-            for name, value in new.items():
-                self._writer.add_scalar(name, value, step)
-            self._writer.flush()
-            self._sent.note(step, new)
+        new = {name: value for name, value in values.items() if step > self._last.get(name, 0)}
+        if not new:
+            return
+        for name, value in new.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+        self._last |= dict.fromkeys(new, step)
+        temporary = self._record.with_name(f".{self._record.name}.tmp")
+        temporary.write_text(json.dumps(self._last), encoding="utf-8")
+        temporary.replace(self._record)
 
     def close(self) -> None:
         """Close the files."""
