@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 source scripts/venv.sh
 run=out/quickstart
 
-say "1/4 installing what .venv does not have yet (about 2 minutes the first time)"
+say "1/4 looking for Python and its packages in .venv"
 install requirements.txt
 
 # Two processes show what many do. Each needs a GPU of its own, and gloo cannot add up gradients on Apple's, so with one
@@ -56,9 +56,10 @@ else
     seen=$(logged)
     until [ "$(logged)" -gt "$seen" ] || ! runs; do sleep 0.2; done
     if runs; then
-        say "3/4 killing it with SIGKILL in the middle of a step, and starting the same command again"
         kill -9 "$training" || true # its ranks die with it
         { wait "$training" || true; } 2>/dev/null
+        echo # the progress bar did not get to end its line
+        say "3/4 killed it with SIGKILL; the same command again goes on from the newest checkpoint"
         train "$@"
     fi
 fi
@@ -82,9 +83,9 @@ print(f"loss {first['loss']:.2f} at step {first['step']}, {last['loss']:.2f} at 
 folder = sorted(run.glob("step_????????"))[-1]
 model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 set_seed(42)
-for prompt in ("The sun", "Once upon a time", "月亮", "从前有一个"):
+for prompt in ("Once upon a time", "The capital of France", "从前", "小明"):
     ids = tokenizer("<|im_start|>" + prompt, return_tensors="pt", return_token_type_ids=False)
-    text = model.generate(**ids, max_new_tokens=40, do_sample=True, temperature=0.7, top_p=0.9)
+    text = model.generate(**ids, max_new_tokens=50, do_sample=True, temperature=0.5, top_p=0.9)
     print(f"  {tokenizer.decode(text[0], skip_special_tokens=True)!r}")
 PYTHON
 say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s; the model is in $run"

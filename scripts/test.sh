@@ -7,7 +7,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh
 
-say "installing into .venv what is not there yet (about 2 minutes the first time)"
 install requirements.txt
 install tests/requirements.txt
 

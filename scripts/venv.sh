@@ -45,6 +45,7 @@ install() { # requirements file
     local stamp coming
     stamp=.venv/installed.$(tr / - <<<"$1")
     if cmp -s "$1" "$stamp" && .venv/bin/python -c '' 2>/dev/null; then return; fi
+    say "installing $1 into .venv (about 2 minutes the first time)"
     make_venv
     export PIP_DISABLE_PIP_VERSION_CHECK=1
     # What pip would install tells whether the network is there and whether this is torch's CUDA build.
