@@ -151,13 +151,15 @@ def terminal(columns: int = 100) -> Iterator[Callable[[], str]]:
     """Make stderr a terminal; calling it gives what was written there since."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, columns))
-    os.set_blocking(ours, False)
 
     def read() -> str:
+        # The system hands a terminal's bytes over in pieces and in its own time: read on to a mark.
+        stream.write("\0")
         stream.flush()
-        with contextlib.suppress(BlockingIOError):
-            return os.read(ours, 1 << 16).decode()
-        return ""
+        text = b""
+        while not text.endswith(b"\0"):
+            text += os.read(ours, 1 << 16)
+        return text[:-1].decode()
 
     with os.fdopen(theirs, "w", encoding="utf-8") as stream, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stderr", stream)
