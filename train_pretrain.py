@@ -48,7 +48,9 @@ def options() -> argparse.ArgumentParser:
         default="none",
         help="start from a run's, checkpoint's or transformers folder; none: from random weights",
     )
-    parser.add_argument("--epochs", type=float, default=1, help="passes over the data")
+    parser.add_argument(
+        "--epochs", type=float, default=None, help="passes over the data (none given: 1, or as many as make 20 steps)"
+    )
     parser.add_argument("--max_steps", type=int, default=None, help="optimizer steps; wins over --epochs")
     parser.add_argument(
         "--batch_size", "--local_batch_size", type=int, default=64, help="sequences per process and micro-batch"

@@ -57,10 +57,11 @@ class Report:
     def refuse_bad(self) -> None:
         """Raise DataError if there is a bad record, with the counts by kind and the first 20."""
         if self.bad:
-            raise DataError(
-                f"{self.counts()}. Repair or remove them, or leave them out with --skip_bad_lines. The first "
-                f"{len(self.first_bad)}:\n  " + "\n  ".join(self.first_bad)
-            )
+            lines = [f"{self.counts()}. Repair or remove them, or leave them out with --skip_bad_lines"]
+            lines += self.first_bad
+            if more := sum(self.bad.values()) - len(self.first_bad):
+                lines.append(f"... and {more} more")
+            raise DataError("\n  ".join(lines))
 
     def say(self) -> None:
         """Log what a reader of the run should know of its data."""

@@ -81,7 +81,7 @@ def test_a_run_warns_once_of_what_it_can_foresee(
     texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)  # no advice: this run is told to use the CPU
-    options = [*TINY, "--data_path", texts, "--cache_dir", tmp_path / "cache", "--batch_size", 16]
+    options = [*TINY, "--data_path", texts, "--cache_dir", tmp_path / "cache", "--batch_size", 16, "--epochs", 1]
     assert train(*options, "--out_dir", tmp_path / "crowded", "--num_workers", 2 * cpus()) == 0
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 2, warnings

@@ -96,6 +96,16 @@ def test_plan_refuses_data_that_do_not_fill_a_step() -> None:
         replace(PLAN, samples=200, epochs=1)
 
 
+@pytest.mark.parametrize(
+    ("samples", "steps", "epochs"), [(512, 20, 20), (1310, 21, 8), (10_240, 20, 1), (99_999, 196, 1)]
+)
+def test_epochs_left_to_the_plan_are_one_or_make_twenty_steps(samples: int, steps: int, epochs: int) -> None:
+    plan = replace(PLAN, samples=samples, epochs=None)
+    assert (plan.total_steps, plan.epochs) == (steps, epochs)
+    with pytest.raises(ValueError, match=r"511 sequences .*times 1 epochs less than one step of 512"):
+        replace(PLAN, samples=511, epochs=None)
+
+
 def test_plan_says_how_batch_and_rate_came_about() -> None:
     text = "\n".join(PLAN.lines())
     assert "global batch 512 sequences = 64 per micro-batch x 8 ranks x 1 accumulated" in text

@@ -22,7 +22,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_defaults_are_the_seeds() -> None:
     args = parsed()
     expected = {
-        "out_dir": "out/pretrain", "epochs": 1, "max_steps": None, "batch_size": 64, "gradient_accumulation_steps": 1,
+        "out_dir": "out/pretrain", "epochs": None, "max_steps": None, "batch_size": 64,
+        "gradient_accumulation_steps": 1,
         "learning_rate": 5e-4, "base_batch_size": 256, "lr_scaling": "linear", "lr_schedule": "cosine",
         "weight_decay": 0.1, "grad_clip": 1.0, "max_seq_len": 512, "hidden_size": 512, "num_hidden_layers": 8,
         "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": None, "qk_norm": False,

@@ -14,6 +14,9 @@ import pytest
 from dataset.tokenizer import load_tokenizer
 from scripts import make_starter_data as starter
 from scripts import starter_text
+from train_pretrain import options
+from trainer.options import named, parse_options
+from trainer.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMITTED = ROOT / "dataset" / "starter"
@@ -49,6 +52,23 @@ def trained(texts, sft, identity):
     """Everything that is trained on, with the calls to tools, as one text."""
     messages = [message for chat in sft + identity for message in chat]
     return "\n".join(texts + [message["content"] + message.get("tool_calls", "") for message in messages])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_the_defaults_give_twenty_steps_on_any_number_of_ranks(texts, ranks):
+    args = parse_options(options(), [])
+    tokens = sum(len(ids) + 2 for ids in load_tokenizer(ROOT / "model" / "tokenizer").encode_texts(texts))
+    names = ("batch_size", "max_seq_len", "epochs", "max_steps", "learning_rate", "base_batch_size", "lr_scaling")
+    plan = Plan(
+        samples=(tokens - 1) // args.max_seq_len,
+        tokens_per_epoch=tokens,
+        world_size=ranks,
+        accumulation=args.gradient_accumulation_steps,
+        lr_schedule=args.lr_schedule,
+        warmup_steps=args.warmup_steps,
+        **named(args, names),
+    )
+    assert plan.total_steps >= 20
 
 
 def is_chinese(text):

@@ -102,7 +102,8 @@ def test_error_counts_all_bad_lines_and_shows_the_first_twenty(tmp_path, tokeniz
     monkeypatch.setattr(records, "CHUNK_BYTES", 40)
     with pytest.raises(DataError) as error:
         open_token_cache([str(first), str(second)], tokenizer, tmp_path / "cache")
-    heading, *lines = str(error.value).splitlines()
+    heading, *lines, more = str(error.value).splitlines()
+    assert more == "  ... and 12 more"
     assert heading.startswith('32 bad of 44 records: 31 "text" is null, not a string, 1 not JSON. Repair')
     where = [line.split(": ")[0].strip() for line in lines]
     assert where == [f"{first}:12", f"{first}:13", *(f"{second}:{number}" for number in range(2, 20))]

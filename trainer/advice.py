@@ -10,11 +10,10 @@ import torch
 
 from trainer.checkpoint import step_folders
 from trainer.ddp import Ranks
-from trainer.plan import Plan
+from trainer.plan import FEW_STEPS, Plan
 
 log = logging.getLogger(__name__)
 
-FEW_STEPS = 20
 BYTES_PER_PARAMETER = 12  # of a checkpoint: the weight and AdamW's two moments, 4 bytes each
 
 

@@ -273,7 +273,7 @@ def validate(args: argparse.Namespace) -> None:
     at_least("max_seq_len", 2)
     for name in ("warmup_steps", "weight_decay", "learning_rate", "eval_interval", "num_workers", "seed"):
         at_least(name, 0)
-    if not 0 < args.epochs < math.inf:
+    if args.epochs is not None and not 0 < args.epochs < math.inf:
         problems.append(f"--epochs {args.epochs}: must be above 0")
     if args.seed >= 2**63:
         problems.append(f"--seed {args.seed}: must be below 2^63")

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from trainer.optim import default_warmup, rate_share, scaled_rate
 
+FEW_STEPS = 20
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -17,7 +19,7 @@ class Plan:
     world_size: int
     batch_size: int  # sequences per rank and micro-batch
     accumulation: int  # micro-batches per step
-    epochs: float
+    epochs: float | None  # None: one, or as many as make FEW_STEPS steps
     max_steps: int | None
     learning_rate: float
     base_batch_size: int
@@ -26,12 +28,16 @@ class Plan:
     warmup_steps: int | None
 
     def __post_init__(self) -> None:
-        if self.max_steps is None and self.samples * self.epochs < self.global_batch:
+        epochs = 1 if self.epochs is None else self.epochs
+        if self.max_steps is None and self.samples * epochs < self.global_batch:
             raise ValueError(
-                f"the data give {self.samples} sequences of {self.max_seq_len} tokens, times {self.epochs:g} epochs "
+                f"the data give {self.samples} sequences of {self.max_seq_len} tokens, times {epochs:g} epochs "
                 f"less than one step of {self.global_batch} sequences; lower --batch_size or "
                 "--gradient_accumulation_steps, raise --epochs, or set --max_steps"
             )
+        if self.epochs is None:
+            # A small text on many ranks gives a handful of steps an epoch, and nothing is learnt in those.
+            object.__setattr__(self, "epochs", max(1, math.ceil(FEW_STEPS * self.global_batch / self.samples)))
         if self.warmup_steps is None:
             object.__setattr__(self, "warmup_steps", default_warmup(self.total_steps, self.lr_schedule))
 

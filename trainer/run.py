@@ -64,25 +64,31 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
         code, reason = run.outcome()
         run.ranks.disconnect()
         if run.ranks.is_first:
-            log.log(logging.INFO if code in (DONE, STOPPED) else logging.ERROR, "%s (exit code %d)", reason, code)
+            log.log(logging.INFO if code in (DONE, STOPPED) else logging.ERROR, "%s", _ending(reason, code))
     except OwnershipLost as problem:
         run.owner, code, reason = None, HOPELESS, str(problem)
-        log.error("%s (exit code %d)", reason, code)
+        log.error("%s", _ending(reason, code))
     except KeyboardInterrupt:
         # Before training nobody has taken the signals over, and there is nothing to save.
         code, reason = STOPPED, "stopped before the first step"
-        log.warning("%s (exit code %d)", reason, code)
+        log.warning("%s", _ending(reason, code))
     except (ValueError, OSError) as problem:
         if run is not None and run.training:
             raise
         code, reason = HOPELESS if isinstance(problem, ValueError) else 1, str(problem)
-        log.error("%s (exit code %d)", reason, code)
+        log.error("%s", _ending(reason, code))
     finally:
         if run is not None:
             run.close(code, reason)
     leave(code)
     if code:
         raise SystemExit(code)
+
+
+def _ending(reason: str, code: int) -> str:
+    """The last thing a run says; the lines after the first are a list of details."""
+    first, *details = reason.split("\n")
+    return "\n".join([f"{first} (exit code {code})", *details])
 
 
 class Run:
@@ -222,7 +228,7 @@ class Run:
         self.monitor.event(kind, step=state.step, command=args.command, environment=snapshots.environment)
         self.monitor.sinks = [Jsonl(self.dir / "metrics.jsonl")]
         if args.use_wandb:
-            size = f"Epoch-{args.epochs:g}-BatchSize-{args.batch_size}-LearningRate-{args.learning_rate:g}"
+            size = f"Epoch-{plan.epochs:g}-BatchSize-{args.batch_size}-LearningRate-{args.learning_rate:g}"
             names = {"project": args.wandb_project, "name": f"{args.wandb_project}-{size}", "mode": args.wandb_mode}
             config = {**snapshots.options, "run": snapshots.fingerprint, "environment": snapshots.environment}
             steps = {"first_step": state.step, "total_steps": plan.total_steps}
