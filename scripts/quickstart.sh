@@ -83,7 +83,7 @@ print(f"loss {first['loss']:.2f} at step {first['step']}, {last['loss']:.2f} at 
 folder = sorted(run.glob("step_????????"))[-1]
 model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 set_seed(42)
-for prompt in ("Once upon a time", "The capital of France", "从前", "小明"):
+for prompt in ("Once upon a time", "The capital of France", "从前", "小华"):
     ids = tokenizer("<|im_start|>" + prompt, return_tensors="pt", return_token_type_ids=False)
     text = model.generate(**ids, max_new_tokens=50, do_sample=True, temperature=0.5, top_p=0.9)
     print(f"  {tokenizer.decode(text[0], skip_special_tokens=True)!r}")
