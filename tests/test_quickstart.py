@@ -1,5 +1,6 @@
 """The two commands of the README: what they say when something is missing, and that they do what they promise."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -193,17 +194,25 @@ def test_quickstart_trains_is_killed_goes_on_and_shows_what_it_learnt(whole_clon
 
 
 @pytest.mark.integration
-def test_ctrl_c_saves_and_leaves_nothing_behind(whole_clone: Path) -> None:
+@pytest.mark.parametrize("to_all", [True, False], ids=["Ctrl-C", "SIGTERM to the script alone"])
+def test_stopping_it_saves_and_leaves_nothing_behind(whole_clone: Path, to_all: bool) -> None:
     command = ["bash", "scripts/quickstart.sh", *SMALL, "--max_steps", "100000", "--checkpoint_interval", "100000"]
     process = subprocess.Popen(command, cwd=whole_clone, start_new_session=True, stdout=subprocess.PIPE, text=True)
-    metrics, deadline = whole_clone / "out/quickstart/metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 3):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "stopped; the same command goes on from here" in output
-    assert len(list((whole_clone / "out/quickstart").glob("step_????????"))) == 1
-    assert not processes_in(whole_clone)
+    try:
+        metrics, deadline = whole_clone / "out/quickstart/metrics.jsonl", time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 3):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        if to_all:
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.terminate()
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "stopped; the same command goes on from here" in output
+        assert len(list((whole_clone / "out/quickstart").glob("step_????????"))) == 1
+        assert not processes_in(whole_clone)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
