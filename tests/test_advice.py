@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.conftest import TINY, train
-from trainer.advice import cpus, crowded_cpus, few_steps, idle_gpus, short_disk
+from trainer import advice
+from trainer.advice import cpus, crowded_cpus, few_steps, idle_gpus, short_disk, slow_bfloat16
 
 
 @pytest.mark.parametrize(
@@ -77,9 +78,17 @@ def test_cpus_are_those_that_the_process_may_use() -> None:
         os.sched_setaffinity(0, allowed)
 
 
+def test_bfloat16_on_a_cpu_without_it_is_pointed_out() -> None:
+    assert "--dtype float32" in slow_bfloat16("cpu", "bfloat16", has_bfloat16=False)
+    assert slow_bfloat16("cpu", "bfloat16", has_bfloat16=True) is None
+    assert slow_bfloat16("cpu", "float32", has_bfloat16=False) is None
+    assert slow_bfloat16("cuda", "bfloat16", has_bfloat16=False) is None
+
+
 def test_a_run_warns_once_of_what_it_can_foresee(
     texts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(advice, "cpu_has_bfloat16", lambda: True)  # here and on any other machine
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)  # no advice: this run is told to use the CPU
     options = [*TINY, "--data_path", texts, "--cache_dir", tmp_path / "cache", "--batch_size", 16, "--epochs", 1]
     assert train(*options, "--out_dir", tmp_path / "crowded", "--num_workers", 2 * cpus()) == 0

@@ -26,6 +26,9 @@ THEIRS = {
     "dataset/pretrain_hq.jsonl",
     "dataset/pretrain_t2t_mini.jsonl",
     "big.jsonl",
+    "mine.jsonl",
+    "more/",
+    "books/*.txt.gz",
 }
 
 SMALL_RUN = "python train_pretrain.py --hidden_size 128"
@@ -44,6 +47,7 @@ NOT_RUN = {
     "torchrun --nproc_per_node 8 train_pretrain.py": "eight processes",
     "python -m scripts.launch --nproc_per_node 2 train_pretrain.py ...": "26 minutes, and the reader's data",
     "torchrun --nproc_per_node 2 train_pretrain.py --save_dir ...": "other options than MINIMIND_RUN, same program",
+    "python train_pretrain.py --data_path mine.jsonl ...": "the reader's data; tests/test_records.py reads such files",
     "/usr/bin/time -v python train_pretrain.py ...": "needs a file of 1 GB",
     "python -m scripts.benchmark_train ...": "minutes, and its numbers are the machine's",
     "python -m scripts.benchmark_data ...": "minutes, and its numbers are the machine's",

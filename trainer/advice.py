@@ -50,6 +50,7 @@ def announce(
     foreseen = (
         crowded_cpus(cpus(), int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)), workers),
         idle_gpus(torch.cuda.device_count(), 1) if alone_on_gpu else None,
+        slow_bfloat16(ranks.device.type, str(environment["dtype"]), cpu_has_bfloat16()),
         short_disk(shutil.disk_usage(run_dir).free, size, keep, len(step_folders(run_dir)), saves),
         few_steps(plan.total_steps, plan.samples, plan.epochs, plan.global_batch) if plan.max_steps is None else None,
     )
@@ -81,6 +82,18 @@ def idle_gpus(gpus: int, processes: int) -> str | None:
         f"{gpus - processes} of {gpus} GPUs are idle; to use all: python -m scripts.launch --nproc_per_node {gpus} "
         "train_...py, or hide them with CUDA_VISIBLE_DEVICES"
     )
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this CPU (AVX512 or newer); torch has no public question for it."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def slow_bfloat16(device: str, dtype: str, has_bfloat16: bool) -> str | None:
+    """Advice where the CPU has to imitate bfloat16: 400 tokens/s against 5,500 in float32, measured with AVX2 alone."""
+    if device != "cpu" or dtype != "bfloat16" or has_bfloat16:
+        return None
+    return "this CPU has no bfloat16 and is about ten times slower in it; give --dtype float32"
 
 
 def short_disk(free: int, size: int, keep: int, there: int, saves: int) -> str | None:

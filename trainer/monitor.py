@@ -149,8 +149,8 @@ def log_validation(step: int, values: dict[str, float]) -> None:
 
 
 def open_console(total_steps: int, first_step: int, epoch_of: Callable[[int], tuple[int, int]]) -> Sink:
-    """A bar on a terminal (that knows its width, which not every container's does), else a line per log step."""
-    if sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns:
+    """A bar on a terminal (that knows its size, which not every container's does), else a line per log step."""
+    if sys.stderr.isatty() and all(os.get_terminal_size(sys.stderr.fileno())):
         return Bar(total_steps, first_step, epoch_of)
     return Console(total_steps, epoch_of)
 
