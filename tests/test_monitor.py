@@ -71,30 +71,37 @@ def test_lines_that_a_full_disk_refuses_are_written_later(tmp_path: Path, caplog
 class Broken:
     """A dashboard that is gone."""
 
+    def __init__(self) -> None:
+        self.closed = 0
+
     def write(self, step: int, values: dict[str, float]) -> None:
         raise ConnectionError("unreachable")
 
     def close(self) -> None:
+        self.closed += 1
         raise ConnectionError("unreachable")
 
 
 def test_a_sink_that_fails_is_dropped_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monitor = Monitor(tmp_path)
     good = Jsonl(tmp_path / "metrics.jsonl")
-    monitor.sinks = [Broken(), good]
+    monitor.sinks = [broken := Broken(), good]
     for step in (1, 2):
         monitor.write(step, {"loss": 1.0})
     assert monitor.sinks == [good]
-    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
+    assert len(caplog.messages) == 1
     assert "Broken failed" in caplog.text
+    assert broken.closed == 1, "else its process or file stays"
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_sink_that_cannot_close_does_not_end_the_run(tmp_path: Path) -> None:
+def test_a_sink_that_cannot_close_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monitor = Monitor(tmp_path)
-    monitor.sinks = [Broken()]
+    monitor.sinks = [broken := Broken()]
     monitor.close()
     assert monitor.sinks == []
+    assert broken.closed == 1
+    assert caplog.messages == ["Broken could not be closed: unreachable"]
 
 
 def test_an_undeclared_metric_is_a_mistake(tmp_path: Path) -> None:
@@ -146,6 +153,15 @@ def test_a_dashboard_that_cannot_be_opened_is_left_out_with_one_line(tmp_path: P
     ]
 
 
+def test_a_dashboard_that_fails_while_it_catches_up_is_closed_and_left_out(tmp_path: Path, caplog) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    monitor, broken = Monitor(tmp_path), Broken()
+    monitor.join("board", lambda: broken)
+    assert monitor.sinks == []
+    assert broken.closed == 1
+    assert caplog.messages == ["board cannot be used, training goes on without: unreachable"]
+
+
 @contextlib.contextmanager
 def terminal(columns: int = 100) -> Iterator[Callable[[], str]]:
     """Make stderr a terminal; calling it gives what was written there since."""
@@ -183,7 +199,7 @@ def test_without_a_terminal_there_is_one_minimind_line_a_log_step(caplog: pytest
 def test_on_a_terminal_a_bar_moves_with_every_step_to_the_end(tmp_path: Path) -> None:
     monitor = Monitor(tmp_path)
     with terminal() as shown:
-        monitor.sinks = [bar := open_console(total_steps=30, first_step=0, epoch_of=lambda step: (1, 2))]
+        monitor.show(bar := open_console(total_steps=30, first_step=0, epoch_of=lambda step: (1, 2)))
         assert isinstance(bar, Bar)
         for step in range(1, 31):
             monitor.tick(step)

@@ -17,6 +17,7 @@ from urllib.parse import urlparse
 import pytest
 
 from tests.conftest import ROOT, TINY, train
+from trainer.monitor import METRICS
 from trainer.trackers import CLOSE_SECONDS, TensorBoard, Wandb, _rows
 
 KEY = "a" * 40
@@ -129,6 +130,11 @@ def test_steps_are_found_in_wandbs_files_over_blocks_and_in_files_that_a_kill_cu
         path.write_bytes(whole[:size])
         found = list(_rows(path))
         assert found == expected[: len(found)]
+    for place in range(1000, 2 * 2**15, 997):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
+        found = list(_rows(path))
+        assert found == expected[: len(found)], "a damaged file counts up to the damage"
+        assert len(found) < len(expected)
 
 
 def test_offline_needs_no_account_and_puts_all_its_files_into_the_run_folder(
@@ -146,6 +152,7 @@ def test_offline_needs_no_account_and_puts_all_its_files_into_the_run_folder(
     assert [row["step"] for row in rows if "val_loss" in row] == [4, 8, 12]
     assert {"grad_norm", "learning_rate", "tokens_per_second", "epoch_time"} <= trained[0].keys()
     assert trained[-1]["epoch_time"] == 0
+    assert trained[0].keys() - METRICS.keys() == {"step", "_step", "_timestamp", "_runtime"}
     metrics = [record.metric for record in records(tmp_path / "run") if record.HasField("metric")]
     assert {metric.name or metric.glob_name: metric.step_metric for metric in metrics} == {
         "step": "",

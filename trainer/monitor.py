@@ -1,7 +1,7 @@
 """One fan-out for numbers over time: the console, metrics.jsonl, and whatever sink joins them.
 
-A sink has `write(step, values)` and `close()`. One that fails is warned about once and dropped: a dead dashboard
-never kills a run.
+A sink has `write(step, values)` and `close()`. One that fails is warned about once, closed and dropped: a dead
+dashboard never kills a run.
 """
 
 import contextlib
@@ -36,6 +36,7 @@ METRICS = {
     "tokens": Metric("tokens", "sum over ranks", "target tokens trained on since the run began"),
     "tokens_per_second": Metric("tokens/s", "sum over ranks", "target tokens per second since the last log line"),
     "step_seconds": Metric("s", "rank 0", "mean duration of a step since the last log line"),
+    "epoch_time": Metric("min", "rank 0", "time left to the end of the run; MiniMind's name, on wandb alone"),
     "skipped_updates": Metric("updates", "same on all ranks", "updates skipped for a non-finite loss or gradient"),
     "val_loss": Metric("nats per target token", "sum over ranks", "loss on the validation texts"),
     "val_bits_per_byte": Metric("bits per byte", "sum over ranks", "validation loss over the texts' UTF-8 bytes"),
@@ -51,6 +52,14 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Flush and let go."""
+        ...
+
+
+class Display(Sink, Protocol):
+    """The sink on the console, which hears of the steps between the log lines too."""
+
+    def tick(self, step: int) -> None:
+        """A step is done; nothing of it is known yet."""
         ...
 
 
@@ -103,6 +112,9 @@ class Console:
             values["grad_norm"], values.get("tokens_per_second", 0.0),
         )  # fmt: skip
 
+    def tick(self, step: int) -> None:
+        """A line per log step is enough."""
+
     def close(self) -> None:
         """Nothing to let go of."""
 
@@ -148,7 +160,7 @@ def log_validation(step: int, values: dict[str, float]) -> None:
     log.info("validation after step %d: loss:%.4f%s", step, values["val_loss"], extra)
 
 
-def open_console(total_steps: int, first_step: int, epoch_of: Callable[[int], tuple[int, int]]) -> Sink:
+def open_console(total_steps: int, first_step: int, epoch_of: Callable[[int], tuple[int, int]]) -> Display:
     """A bar on a terminal (that knows its size, which not every container's does), else a line per log step."""
     if sys.stderr.isatty() and all(os.get_terminal_size(sys.stderr.fileno())):
         return Bar(total_steps, first_step, epoch_of)
@@ -162,6 +174,7 @@ class Monitor:
         """run_dir: None on every rank but the first, which then keeps silent."""
         self.run_dir = run_dir
         self.sinks: list[Sink] = []
+        self._display: Display | None = None
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Give one step's metrics to the sinks. Raises KeyError for a name that METRICS does not declare."""
@@ -172,21 +185,27 @@ class Monitor:
 
     def join(self, name: str, open_sink: Callable[[], Sink]) -> None:
         """Add a dashboard, and give it what metrics.jsonl holds already; one that cannot be opened is left out."""
+        sink = None
         try:
             sink = open_sink()
             for step, values in read_metrics(self.run_dir / "metrics.jsonl"):
                 sink.write(step, values)
         except Exception as problem:
             log.warning("%s cannot be used, training goes on without: %s", name, one_line(problem))
+            if sink is not None:
+                close_failed(sink)
         else:
             self.sinks.append(sink)
 
+    def show(self, display: Display) -> None:
+        """Add the console's sink."""
+        self._display = display
+        self.sinks.append(display)
+
     def tick(self, step: int) -> None:
-        """Move the progress bar, where there is one."""
-        for sink in self.sinks:
-            if isinstance(sink, Bar):
-                self._guarded(sink, lambda sink=sink: sink.tick(step))
-                break
+        """Tell the console that a step is done: a progress bar moves."""
+        if self._display in self.sinks:
+            self._guarded(self._display, lambda: self._display.tick(step))
 
     def event(self, kind: str, **details: object) -> None:
         """Append one line to events.jsonl: what happened, when (Unix seconds), and its details."""
@@ -200,9 +219,12 @@ class Monitor:
 
     def close(self) -> None:
         """Close every sink."""
-        for sink in list(self.sinks):
-            self._guarded(sink, sink.close)
-        self.sinks = []
+        sinks, self.sinks = self.sinks, []
+        for sink in sinks:
+            try:
+                sink.close()
+            except Exception as problem:
+                log.warning("%s could not be closed: %s", type(sink).__name__, one_line(problem))
 
     def _guarded(self, sink: Sink, action: Callable[[], None]) -> None:
         # A sink may fail in any way it likes: it is somebody's network, disk or library.
@@ -211,6 +233,13 @@ class Monitor:
         except Exception as problem:
             log.warning("%s failed and is switched off, training goes on: %s", type(sink).__name__, one_line(problem))
             self.sinks.remove(sink)
+            close_failed(sink)
+
+
+def close_failed(sink: Sink) -> None:
+    """Close a sink whose failure was told already: it must leave no process or file behind."""
+    with contextlib.suppress(Exception):
+        sink.close()
 
 
 def one_line(problem: Exception) -> str:

@@ -236,7 +236,7 @@ class Run:
         if args.use_tensorboard:
             self.monitor.join("TensorBoard", partial(TensorBoard, self.dir, first_step=state.step))
         # Last, so that no dashboard writes into the progress bar or brings the log up to date.
-        self.monitor.sinks.append(open_console(plan.total_steps, state.step, plan.epoch_of))
+        self.monitor.show(open_console(plan.total_steps, state.step, plan.epoch_of))
 
     def _begin(self, state: TrainState) -> TrainState:
         """Arm the signals, make up for a validation that a stop left out, and fetch the first step."""

@@ -19,7 +19,9 @@ import logging
 import os
 import secrets
 import shutil
+import struct
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -71,6 +73,9 @@ class Wandb:
             if path.stat().st_size <= HEADER_BYTES:
                 # Killed before wandb wrote anything; `wandb sync` would refuse all folders because of this one.
                 shutil.rmtree(path.parent)
+        # What an online run has left on the disk is with the server, as far as it goes: only an offline run counts it.
+        files = sorted(run_dir.glob(f"wandb/{'offline-' if mode == 'online' else '*'}run-*-{identity}/*.wandb"))
+        seen = [row for path in files for row in _rows(path)]
         with _own_exit():
             self._run = wandb.init(
                 project=project,
@@ -86,9 +91,7 @@ class Wandb:
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("val_step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        # What an online run has left on the disk is with the server, as far as it goes: only an offline run counts it.
-        files = sorted(run_dir.glob(f"wandb/{'offline-' if mode == 'online' else '*'}run-*-{identity}/*.wandb"))
-        seen = [dict(self._run.summary), *(row for path in files for row in _rows(path))]
+        seen.append(dict(self._run.summary))
         self._has = {kind: max(row.get(kind, 0) for row in seen) for kind in ("step", "val_step")}
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -122,7 +125,7 @@ def _identity(path: Path, first_step: int) -> str:
 
 
 def _rows(path: Path) -> Iterator[dict[str, float]]:
-    """Yield the steps in one of wandb's files, as far as it was written.
+    """Yield the steps in one of wandb's files, as far as it was written and is not damaged.
 
     They are logs in LevelDB's format: 7 bytes (checksum, length, kind) before every piece, in blocks of 32 KiB; wandb
     0.31 has no reader for Python.
@@ -135,11 +138,11 @@ def _rows(path: Path) -> Iterator[dict[str, float]]:
         if rest < 7:
             position += rest
             continue
-        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
-        position += 7 + length
-        if position > len(data):
+        checksum, length, kind = struct.unpack_from("<IHB", data, position)
+        begin, position = position + 7, position + 7 + length
+        if position > len(data) or zlib.crc32(data[begin - 1 : position]) != checksum:
             return
-        piece += data[position - length : position]
+        piece += data[begin:position]
         if kind in (1, 4):  # a whole record, or its last piece
             items = Record.FromString(piece).history.item
             names = {item.key or item.nested_key[0]: item.value_json for item in items}
