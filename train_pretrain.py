@@ -34,7 +34,7 @@ def options() -> argparse.ArgumentParser:
         "--data_path",
         nargs="+",
         default=["dataset/starter/pretrain.jsonl"],
-        help="files, folders or patterns: JSON lines or array, parquet, plain text; each of them also .gz",
+        help="files, folders or patterns: JSON lines or array, plain text (these also .gz), parquet",
     )
     parser.add_argument("--text_key", default="text", help="key or parquet column of a record that holds its text")
     parser.add_argument("--encoding", default="utf-8", help="of files without a byte order mark, as gb18030")

@@ -1,6 +1,7 @@
 """What people name with --data_path -> data files, and what each of them is: by its content, whatever its name says."""
 
 import codecs
+import contextlib
 import glob
 import gzip
 import json
@@ -9,6 +10,7 @@ import os
 import re
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +36,7 @@ _NOT_DATA = {
     b"PK\x03\x04": "a zip archive; unpack it first",
     b"\x28\xb5\x2f\xfd": "compressed with zstd; unpack it first, or use gzip",
     b"\xfd7zXZ\x00": "compressed with xz; unpack it first, or use gzip",
-    b"BZh": "compressed with bzip2; unpack it first, or use gzip",
+    b"BZh9": "compressed with bzip2; unpack it first, or use gzip",
     b"7z\xbc\xaf\x27\x1c": "a 7z archive; unpack it first",
     b"%PDF": "a PDF; convert it to plain text first",
     b"<!doctype html": "a web page; the download went wrong",
@@ -83,8 +85,12 @@ def find_files(paths: list[str]) -> list[str]:
 
 def _files_below(folder: str) -> list[str]:
     """The data files in a folder and its folders; names beginning with a dot and other files are left out."""
-    found, others = [], []
+    found, others, seen = [], [], set()
     for place, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(place) in seen:  # links that lead in a circle
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(place))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(name for name in names if not name.startswith(".")):
             (found if _extension(name) in SEARCHED else others).append(os.path.join(place, name))
@@ -109,78 +115,109 @@ def _extension(path: str) -> str:
     return Path(path.lower().removesuffix(".gz")).suffix
 
 
+def identify_all(paths: list[str], encoding: str) -> list[Source]:
+    """Identify every file; raises one DataError for all that are no data."""
+    sources, problems = [], []
+    for path in paths:
+        try:
+            sources.append(identify(path, encoding))
+        except DataError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise DataError("; ".join(problems))
+    return sources
+
+
 def identify(path: str, encoding: str) -> Source:
     """Look at the first bytes of a file: what it is, and in which encoding; `encoding` where no mark says it.
 
     Raises DataError for what is no data (a Git-LFS pointer, an archive, CSV, ...), ValueError for an unknown encoding.
     """
-    try:
-        if "\n".encode(encoding).decode(encoding) != "\n":
-            raise LookupError(encoding)
-    except (LookupError, UnicodeError):
-        known = "utf-8, gb18030, big5, utf-16, latin-1"
-        raise ValueError(f"--encoding {encoding}: no such text encoding; known are {known} and others") from None
-    head, zipped = _head(path)
+    encoding = _known(encoding)
+    with naming(path):
+        head, zipped = _head(path)
     if head.startswith(b"PAR1"):
+        if zipped:
+            raise DataError(f"{path}: a parquet file inside gzip; unpack it first")
         return Source(path, PARQUET, "", zipped)
-    for start, what in _NOT_DATA.items():
-        if head.lstrip()[: len(start)].lower() == start.lower():
+    start = head.lstrip()
+    for mark, what in _NOT_DATA.items():
+        if start.startswith(mark) or (mark.startswith(b"<") and start.lower().startswith(mark)):
             raise DataError(f"{path} is {what}")
     marked = next((name for mark, name in _BYTE_ORDER_MARKS.items() if head.startswith(mark)), None)
-    if marked is None and codecs.lookup(encoding).name != "utf-8" and not head.isascii() and _reads_as(head, "utf-8"):
-        raise DataError(f"{path} is UTF-8, but --encoding {encoding} was given, which would garble it; leave it out")
     encoding = marked or encoding
     return Source(path, _kind(path, head.decode(encoding, errors="ignore").removeprefix("\ufeff")), encoding, zipped)
 
 
-def _head(path: str) -> tuple[bytes, bool]:
+def _known(encoding: str) -> str:
+    """The encoding under Python's name for it; utf-8-sig is UTF-8, whose marks are dropped anyway."""
     try:
-        with open(path, "rb") as file:
-            head = file.read(HEAD_BYTES)
-            zipped = head.startswith(b"\x1f\x8b")
-            if zipped:
-                file.seek(0)
-                head = gzip.GzipFile(fileobj=file).read(HEAD_BYTES)
+        if "\n".encode(encoding).decode(encoding) != "\n":
+            raise LookupError(encoding)
+        return codecs.lookup(encoding).name.removesuffix("-sig")
+    except (LookupError, UnicodeError):
+        known = "utf-8, gb18030, big5, utf-16, latin-1"
+        raise ValueError(f"--encoding {encoding}: no such text encoding; known are {known} and others") from None
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Turn what goes wrong with reading a file into a DataError that names it."""
+    try:
+        yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: damaged gzip file ({error}); fetch it again") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    return head, zipped
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-def _reads_as(head: bytes, encoding: str) -> bool:
-    """Whether these first bytes are text in that encoding; the last character may be cut."""
-    try:
-        codecs.getincrementaldecoder(encoding)().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return True
+def _head(path: str) -> tuple[bytes, bool]:
+    with open(path, "rb") as file:
+        head = file.read(HEAD_BYTES)
+        if not head.startswith(b"\x1f\x8b"):
+            return head, False
+        file.seek(0)
+        return gzip.GzipFile(fileobj=file).read(HEAD_BYTES), True
 
 
-def guess_encoding(line: bytes) -> str | None:
+def utf8_share(content: bytes) -> float:
+    """How much of the bytes above ASCII is valid UTF-8; 0 where there are hardly any."""
+    foreign = _foreign(content)
+    return _foreign(content.decode("utf-8", errors="ignore").encode()) / foreign if foreign >= 16 else 0.0
+
+
+def _foreign(content: bytes) -> int:
+    return len(content) - len(content.decode("ascii", errors="ignore"))
+
+
+def guess_encoding(content: bytes) -> str | None:
     """An encoding in which bytes that are not UTF-8 could be meant; None where none of the usual ones fits."""
-    foreign = sum(byte >= 0x80 for byte in line)
-    if sum(byte >= 0x80 for byte in line.decode("utf-8", errors="ignore").encode()) > foreign / 2:
+    if utf8_share(content) > 0.5:
         return None  # UTF-8 with a damaged place
-    return next((name for name in ("gb18030", "big5") if _reads_as(line, name)), None)
+    for name in ("gb18030", "big5"):
+        with contextlib.suppress(UnicodeDecodeError):
+            content.decode(name)
+            return name
+    return None
 
 
 def _kind(path: str, head: str) -> str:
-    lines = [line for line in head.split("\n") if line.strip()]
-    first = lines[0].strip() if lines else ""
+    lines = [line.strip() for line in head.split("\n") if line.strip()]
+    first = lines[0] if lines else ""
     extension = _extension(path)
     named_text = extension in TEXT_NAMES
     # Prose may begin with a bracket as well, so in a file that calls itself text an object has to follow.
-    if _begins_array(first, lines[1:2]) and (not named_text or re.search(r'\{\s*"', head)):
+    if _begins_array(first, lines[1:2]) and (not named_text or re.match(r'\s*\[\s*\{\s*"', head)):
         return ARRAY
-    if extension in JSON_NAMES or (first.startswith("{") and (not named_text or _is_json(first))):
+    # Not the first line alone, which may be the bad one, and not any line: prose may show an object, too.
+    objects = sum(bool(re.match(r'\{\s*"[^"]*"\s*:', line)) for line in lines[:9])
+    if extension in JSON_NAMES or (objects and 2 * objects >= len(lines[:9])):
         return LINES
     if named_text:
         return TEXT
-    raise DataError(
-        f"{path}: neither JSON nor named as plain text ({', '.join(TEXT_NAMES)}); rename it if it is text, and turn a "
-        'table into lines of {"text": "..."}'
-    )
+    if extension in (".csv", ".tsv", ".xlsx", ".xls"):
+        raise DataError(f'{path} is a table ({extension}); turn its rows into lines of {{"text": "..."}}')
+    raise DataError(f"{path}: neither JSON nor named as plain text ({', '.join(TEXT_NAMES)}); rename it if it is text")
 
 
 def _begins_array(first: str, second: list[str]) -> bool:
@@ -189,7 +226,7 @@ def _begins_array(first: str, second: list[str]) -> bool:
         return False
     if first == "[" or first.endswith(",") or not second:
         return True
-    return not (_is_json(first) or (second[0].lstrip().startswith("{") and _is_json(second[0])))
+    return not (_is_json(first) or (second[0].startswith("{") and _is_json(second[0])))
 
 
 def _is_json(line: str) -> bool:

@@ -7,13 +7,8 @@ from typing import NamedTuple
 
 from dataset.files import DataError
 
-
-def _refuse_constant(name: str) -> None:
-    raise json.JSONDecodeError(f"{name} is not JSON", "", 0)
-
-
-# Numbers are of no use here; as floats they may have any number of digits.
-JSON = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=float)
+# Numbers are of no use here: as floats they may have any number of digits, and NaN, which Python writes, may be one.
+JSON = json.JSONDecoder(parse_int=float)
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 

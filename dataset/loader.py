@@ -1,11 +1,8 @@
 """Step -> micro-batches: which samples a rank trains on is a pure function of (seed, step, rank)."""
 
-import ctypes
 import functools
 import os
 import resource
-import signal
-import sys
 import warnings
 from collections.abc import Generator, Iterator
 from typing import NamedTuple, Protocol
@@ -15,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from dataset.workers import live_and_die_with
+
 FEISTEL_ROUNDS = 8
-PR_SET_PDEATHSIG = 1
 
 
 class Samples(Protocol):
@@ -171,14 +169,7 @@ def _allow_open_files(count: int) -> None:
 
 
 def _start_worker(parent: int, worker_id: int) -> None:
-    """Let a loader worker live and die with its process alone."""
-    # A signal to the whole group is the main process's to answer: it still needs the workers to finish its step.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    live_and_die_with(parent)
 
 
 def num_eval_batches(samples: Samples, batch_size: int) -> int:

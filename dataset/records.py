@@ -5,30 +5,32 @@ import gzip
 import hashlib
 import io
 import json
-import zlib
 from collections.abc import Iterator
 from functools import partial
 from typing import BinaryIO, NamedTuple, TextIO
 
-from dataset.files import ARRAY, PARQUET, TEXT, DataError, Source, guess_encoding
+from dataset.files import ARRAY, PARQUET, TEXT, DataError, Source, guess_encoding, naming, utf8_share
 from dataset.json_array import JSON, ArrayReader
 
 LINE_END = b"\n"
 # Measured: 1 MiB costs 10 % more CPU time than 256 KiB, 64 KiB no less. Memory grows by 100 bytes per byte in flight.
 CHUNK_BYTES = 1 << 18
-# Read, decoded and parsed whole, such a line takes about 3 GB.
-MAX_LINE_BYTES = 256 << 20
-# Plain text has no records: a document is what stands up to the first blank line after this many bytes, so that a book
-# can be larger than memory and a share of it can be held out.
-TEXT_DOCUMENT_BYTES = 16 << 10
+# Read, decoded, parsed and encoded, such a line takes about 1 GB.
+MAX_LINE_BYTES = 64 << 20
+# Plain text has no records: a document ends at the first blank line after the first, or at the first line end after the
+# second number of bytes, so that a book can be larger than memory and a share of it can be held out.
+TEXT_DOCUMENT_BYTES, TEXT_DOCUMENT_LIMIT = 16 << 10, 64 << 10
 
 
 class BadRecord(ValueError):
     """A record that cannot be used. `kind` is what such records are counted by."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
-        super().__init__(f"{kind} ({detail})" if detail else kind)
-        self.kind = kind
+        super().__init__(kind, detail)
+        self.kind, self.detail = kind, detail
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.detail})" if self.detail else self.kind
 
 
 class Chunk(NamedTuple):
@@ -56,16 +58,12 @@ class Chunk(NamedTuple):
                     value = _document(value, encoding, text_key)
                 yield f"{path}:{place}", value
             return
-        lines = self.content.split(LINE_END)
-        if not lines[-1]:
-            del lines[-1]
-            cut = None
-        else:
-            cut = lines[-1] if self.last else None
+        lines = self.content.removesuffix(LINE_END).split(LINE_END)
+        cut = self.last and not self.content.endswith(LINE_END)
         for number, line in enumerate(lines, self.first_line):
             value = _value_of_line(line, encoding)
-            if line is cut and isinstance(value, BadRecord):
-                value = BadRecord(value.kind, "the file ends within this line; was its download cut off?")
+            if cut and number == self.first_line + len(lines) - 1 and isinstance(value, BadRecord):
+                value = BadRecord(value.kind, f"{value.detail}; the file ends within this line: a broken download?")
             yield f"{path}:{number}", value
 
 
@@ -77,15 +75,17 @@ def read_chunks(source: Source, digest: "hashlib._Hash", columns: list[str] | No
     array, text in two-byte units. Nothing after the damage could be trusted.
     """
     path = source.path
-    try:
+    with naming(path):
         if source.kind == PARQUET:
             yield from _parquet_chunks(source, digest, columns)
             return
         with open(path, "rb", buffering=0) as file:
             raw = io.BufferedReader(_Hashed(file, digest), CHUNK_BYTES)
             stream = gzip.GzipFile(fileobj=raw) if source.zipped else raw
+            if source.encoding != "utf-8":
+                stream = io.BufferedReader(_NotUtf8(source, stream), CHUNK_BYTES)
             # Only in these does the byte of LF occur within other characters.
-            if _is_wide(source.encoding):
+            if source.encoding.startswith(("utf-16", "utf-32")):
                 stream = io.BufferedReader(_Utf8(path, io.TextIOWrapper(stream, source.encoding, newline="")))
                 source = source._replace(encoding="utf-8")
             read = {ARRAY: _array_chunks, TEXT: _text_chunks}.get(source.kind, _line_chunks)
@@ -93,10 +93,6 @@ def read_chunks(source: Source, digest: "hashlib._Hash", columns: list[str] | No
             for chunk in read(source, stream):
                 yield chunk._replace(read_bytes=file.tell() - before)
                 before = file.tell()
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: damaged gzip file ({error}); fetch it again") from error
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def text_of(record: object, text_key: str) -> str:
@@ -118,7 +114,10 @@ def text_of(record: object, text_key: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise BadRecord(f'"{text_key}" holds a lone surrogate', f"\\u{ord(text[error.start]):04x}") from None
+        found = ord(text[error.start])
+        if 0xDC80 <= found <= 0xDCFF:  # a byte that an array's encoding has no character for
+            raise BadRecord("not UTF-8", f"byte 0x{found - 0xDC00:02x}, or an escaped \\u{found:04x}") from None
+        raise BadRecord(f'"{text_key}" holds a lone surrogate', f"\\u{found:04x}") from None
     return text
 
 
@@ -154,8 +153,26 @@ class _Utf8(io.RawIOBase):
         return count
 
 
-def _is_wide(encoding: str) -> bool:
-    return codecs.lookup(encoding).name.startswith(("utf-16", "utf-32"))
+class _NotUtf8(io.RawIOBase):
+    """Bytes said to be in another encoding; UTF-8 would often read as that without an error, and be garbled."""
+
+    def __init__(self, source: Source, stream: BinaryIO) -> None:
+        self._source, self._stream, self._passed = source, stream, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:
+        block = self._stream.read(len(buffer))
+        if utf8_share(block) > 0.9:
+            path, _, encoding, _ = self._source
+            raise DataError(
+                f"{path} is UTF-8 (looked from byte {self._passed:,} on), but --encoding {encoding} was given, which "
+                "would garble it; leave it out"
+            )
+        buffer[: len(block)] = block
+        self._passed += len(block)
+        return len(block)
 
 
 def _line_chunks(source: Source, stream: BinaryIO) -> Iterator[Chunk]:
@@ -183,29 +200,29 @@ def _text_chunks(source: Source, stream: BinaryIO) -> Iterator[Chunk]:
     documents, held, lines, size, first_line, line_number = [], 0, [], 0, 1, 0
     while line := _rest_of_line(source, stream, line_number + 1):
         line_number += 1
-        if not line.strip() and size >= TEXT_DOCUMENT_BYTES:
+        if line.strip() or lines:
+            lines.append(line)
+            size += len(line)
+        else:
+            first_line = line_number + 1
+        if size >= TEXT_DOCUMENT_BYTES and (size >= TEXT_DOCUMENT_LIMIT or not line.strip()):
             documents.append((first_line, b"".join(lines)))
             held, lines, size, first_line = held + size, [], 0, line_number + 1
             if held >= CHUNK_BYTES:
                 yield Chunk(source, 0, documents, 0)
                 documents, held = [], 0
-        elif lines or line.strip():
-            lines.append(line)
-            size += len(line)
-        else:
-            first_line = line_number + 1
     if lines:
         documents.append((first_line, b"".join(lines)))
     yield Chunk(source, 0, documents, 0, last=True)
 
 
 def _document(content: bytes, encoding: str, text_key: str) -> object:
-    """Plain text as a record; its line ends become LF."""
+    """Plain text as a record; its line ends become LF, marks at the start of lines go."""
     try:
         text = _decode(content.removeprefix(codecs.BOM_UTF8), encoding)
     except BadRecord as bad:
         return bad
-    return {text_key: text.replace("\r\n", "\n").strip("\n")}
+    return {text_key: text.replace("\r\n", "\n").replace("\n\ufeff", "\n").strip("\n")}
 
 
 def _decode(content: bytes, encoding: str) -> str:
@@ -215,10 +232,9 @@ def _decode(content: bytes, encoding: str) -> str:
         line = content.count(LINE_END, 0, error.start)
         column = error.start - (content.rfind(LINE_END, 0, error.start) + 1) + 1
         where = f"byte 0x{content[error.start]:02x} at column {column}" + (f" of its line {line + 1}" if line else "")
-        guess = guess_encoding(content) if codecs.lookup(encoding).name == "utf-8" else None
+        guess = guess_encoding(content) if encoding == "utf-8" else None
         hint = f"; it could be {guess}: --encoding {guess}" if guess else ""
-        name = "UTF-8" if codecs.lookup(encoding).name == "utf-8" else encoding
-        raise BadRecord(f"not {name}", where + hint) from None
+        raise BadRecord(f"not {encoding.upper()}", where + hint) from None
 
 
 def _value_of_line(line: bytes, encoding: str) -> object:
@@ -244,7 +260,7 @@ def _not_null(value: object) -> object:
 
 def _array_chunks(source: Source, stream: BinaryIO) -> Iterator[Chunk]:
     encoding = "utf-8-sig" if source.encoding == "utf-8" else source.encoding
-    text = io.TextIOWrapper(stream, encoding, newline="")
+    text = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="")
     reader = ArrayReader(source.path, partial(_read_text, source.path, text), CHUNK_BYTES, MAX_LINE_BYTES)
     content, held = [], 0
     for number, element in enumerate(reader.elements(), start=1):
@@ -267,8 +283,6 @@ def _read_text(path: str, text: TextIO, characters: int) -> str:
 
 def _parquet_chunks(source: Source, digest: "hashlib._Hash", columns: list[str] | None) -> Iterator[Chunk]:
     path = source.path
-    if source.zipped:
-        raise DataError(f"{path}: a parquet file inside gzip; unpack it first")
     try:
         import pyarrow
         import pyarrow.parquet
@@ -288,7 +302,7 @@ def _parquet_chunks(source: Source, digest: "hashlib._Hash", columns: list[str] 
                 content = [(f"row {row + number}", value) for number, value in enumerate(values, 1)]
                 before, row = row, row + len(values)
                 yield Chunk(source, 0, content, size * row // rows - size * before // rows)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path}: damaged parquet file ({error}); fetch it again") from error
 
 

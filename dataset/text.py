@@ -70,17 +70,19 @@ def text_windows(
     max_seq_len: int,
     cache_dir: Path,
     reading: Reading = DEFAULT_READING,
+    builds: bool = True,
 ) -> tuple[TextWindows, TextWindows | None]:
     """Return training windows and, from `val_path` or a share of the training files, validation windows.
 
-    Raises ValueError (DataError for bad records) when the data cannot be used; see `open_token_cache`.
+    builds: whether this process may build a token cache; others wait for it. Raises ValueError (DataError for bad
+    records) when the data cannot be used; see `open_token_cache`.
     """
     if val_path and val_fraction:
         raise ValueError("--val_path and --val_fraction exclude each other; give one of them")
-    cache = open_token_cache(list(data_path), tokenizer, cache_dir, val_fraction, reading)
+    cache = open_token_cache(list(data_path), tokenizer, cache_dir, val_fraction, reading, builds)
     val_stream = cache.val
     if val_path:
-        val_stream = open_token_cache(list(val_path), tokenizer, cache_dir, reading=reading).train
+        val_stream = open_token_cache(list(val_path), tokenizer, cache_dir, reading=reading, builds=builds).train
     train = TextWindows(cache.train, max_seq_len)
     val = TextWindows(val_stream, max_seq_len, keep_tail=True) if val_stream else None
     used = len(train) * max_seq_len

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.encode import Encoded, Report, count_duplicates, encode_chunk, in_order, with_progress
-from dataset.files import DataError, Source, find_files, identify
-from dataset.records import Chunk, read_chunks
+from dataset.encode import Encoder, Report, count_duplicates, with_progress
+from dataset.files import DataError, Source, find_files, identify_all
+from dataset.records import read_chunks
 from dataset.tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
@@ -72,20 +72,25 @@ def open_token_cache(
     cache_dir: Path,
     val_fraction: float = 0.0,
     reading: Reading = DEFAULT_READING,
+    builds: bool = True,
 ) -> TokenCache:
     """Open the token cache of these files, folders and patterns, building it first where there is none.
 
-    The process that gets the lock builds, the others wait; call it before a process group exists, because a build
-    may take longer than the group's timeout. Whether a cache fits is decided by size, mtime and sampled blocks of
-    each file: an edit that keeps size and mtime and misses the samples goes unnoticed.
+    Of several processes the one that gets the lock builds, and one without `builds` waits for that. Call it before a
+    process group exists, because a build may take longer than the group's timeout. Whether a cache fits is decided by
+    size, mtime and sampled blocks of each file: an edit that keeps size and mtime and misses the samples goes
+    unnoticed.
     Raises DataError for bad records, unless they are skipped, and for data without any text; ValueError for bad paths,
     a bad `val_fraction` or an unusable `cache_dir`.
     """
     if not 0 <= val_fraction < 1:
         raise ValueError(f"--val_fraction {val_fraction} must be at least 0 and below 1")
-    sources = [identify(path, reading.encoding) for path in find_files(paths)]
+    sources = identify_all(find_files(paths), reading.encoding)
     folder = cache_dir / _cache_key(sources, tokenizer, reading.text_key, val_fraction)
     cache = _load(folder, tokenizer)
+    while cache is None and not builds:
+        time.sleep(0.05)
+        cache = _load(folder, tokenizer, aloud=False)
     if cache is None:
         with _naming_cache_dir(cache_dir):
             cache_dir.mkdir(parents=True, exist_ok=True)
@@ -120,8 +125,8 @@ def _dtype(tokenizer: TextTokenizer) -> np.dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
 
-def _load(folder: Path, tokenizer: TextTokenizer) -> TokenCache | None:
-    """Open a finished cache; None where there is none or it is damaged."""
+def _load(folder: Path, tokenizer: TextTokenizer, aloud: bool = True) -> TokenCache | None:
+    """Open a finished cache; None where there is none, or a damaged one, which is said where `aloud`."""
     dtype = _dtype(tokenizer)
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
@@ -136,7 +141,8 @@ def _load(folder: Path, tokenizer: TextTokenizer) -> TokenCache | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("the token cache %s is damaged (%s) and has to be built again", folder, error)
+        if aloud:
+            log.warning("the token cache %s is damaged (%s) and has to be built again", folder, error)
         return None
 
 
@@ -220,11 +226,11 @@ def _write_streams(
     report, text_hashes = Report(), array("Q")
     typecode = {2: "H", 4: "I"}[_dtype(tokenizer).itemsize]
     started = time.monotonic()
+    encoder = Encoder(tokenizer, reading.text_key, val_fraction, typecode)
 
-    def work(chunk: Chunk) -> Encoded:
+    def hopeless() -> bool:
         # After the first bad record no cache will come of it: the rest is only parsed, for the full count.
-        hopeless = bool(report.bad) and not reading.skip_bad_lines
-        return encode_chunk(chunk, tokenizer, reading.text_key, val_fraction, typecode, parse_only=hopeless)
+        return bool(report.bad) and not reading.skip_bad_lines
 
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(folder / f"{split}.bin", "wb")) for split in splits]
@@ -234,7 +240,7 @@ def _write_streams(
             for chunk in read_chunks(source, digest, [reading.text_key])
         )
         total_bytes = sum(os.path.getsize(source.path) for source in sources)
-        for encoded in with_progress(in_order(work, chunks), total_bytes):
+        for encoded in with_progress(encoder.encode_all(chunks, total_bytes, hopeless), total_bytes):
             report.add(encoded)
             text_hashes.extend(encoded.text_hashes)
             for number, (file, stored) in enumerate(zip(files, streams.values(), strict=True)):

@@ -16,6 +16,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -65,14 +66,15 @@ def cache_rate(path: Path, tokenizer_path: str) -> float:
 
 
 def apart(function: Callable[..., float], *arguments: object) -> tuple[float, float]:
-    """Run it in a fresh process; return its value and that process's largest resident memory in MiB."""
+    """Run it in a fresh process; return its value and the largest resident memory, MiB, of it and of its children."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_with_memory, function, arguments).result()
 
 
 def _with_memory(function: Callable[..., float], arguments: tuple) -> tuple[float, float]:
     value = function(*arguments)
-    return value, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return value, max(resource.getrusage(which).ru_maxrss for which in who) / 1024
 
 
 def start_seconds(path: Path, tokenizer_path: str, run_dir: Path) -> Iterator[float]:
@@ -100,9 +102,15 @@ def main() -> None:
     parser.add_argument("--work_dir", type=Path, default=Path("out/benchmark_data"), help="needs twice --megabytes")
     args = parser.parse_args()
     args.work_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.work_dir) as work_dir:
+        measure(args, Path(work_dir))
+
+
+def measure(args: argparse.Namespace, work_dir: Path) -> None:
+    """Make the files, time everything, print it."""
     with args.data_path.open(encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]
-    part, whole = args.work_dir / "part.jsonl", args.work_dir / "whole.jsonl"
+    part, whole = work_dir / "part.jsonl", work_dir / "whole.jsonl"
     make_file(part, texts, min(args.part_megabytes, args.megabytes))
     make_file(whole, texts, args.megabytes)
 
@@ -116,14 +124,13 @@ def main() -> None:
     rate, memory = apart(cache_rate, whole, args.tokenizer_path)
     size = whole.stat().st_size / 1e6
     library = statistics.median(library for library, _ in rates)
-    _, *starts = start_seconds(whole, args.tokenizer_path, args.work_dir / "run")
+    _, *starts = start_seconds(whole, args.tokenizer_path, work_dir / "run")
 
     print(f"cores: {len(os.sched_getaffinity(0))}")
     print(f"library alone: {library:.2f} MB/s; cache, same part: median {statistics.median(ratios):.0%} of it", end=" ")
     print(f"({min(ratios):.0%} - {max(ratios):.0%})")
-    print(f"cache of {size:.0f} MB: {size / rate:.0f} s, {rate:.2f} MB/s, largest memory {memory:.0f} MiB")
+    print(f"cache of {size:.0f} MB: {size / rate:.0f} s, {rate:.2f} MB/s, largest process {memory:.0f} MiB")
     print(f"start on that cache to the end of step 1: {statistics.median(starts):.1f} s (longest {max(starts):.1f} s)")
-    shutil.rmtree(args.work_dir)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dataset import records
+from dataset import tokenizer as tokenizer_module
 from dataset.files import DataError, find_files, identify
 from dataset.records import BadRecord, read_chunks, text_of
 from dataset.tokenizer import TextTokenizer, load_tokenizer
@@ -63,7 +64,7 @@ FAULTS = {
     "trailing comma": (b'{"text": "a",}', "not JSON"),
     "single quotes": (b"{'text': 'a'}", "not JSON"),
     "two objects": (b'{"text": "a"} {"text": "b"}', "not JSON (Extra data at column 15)"),
-    "NaN": (b'{"text": NaN}', "NaN is not JSON"),
+    "NaN": (b'{"text": NaN}', '"text" is a number'),
     "unterminated": (b'{"text": "cut', "not JSON"),
     "comment": (b"// a comment", "not JSON"),
     "open bracket": (b'[{"text": "a"}', "not JSON"),
@@ -148,8 +149,16 @@ def test_a_last_line_that_was_cut_off_is_told_from_other_broken_ones(tmp_path, t
     path = tmp_path / "a.jsonl"
     for dropped in range(1, 40):  # within characters too
         path.write_bytes(clean[0] + clean[0].splitlines()[0][:-dropped])
-        with pytest.raises(DataError, match=r"a.jsonl:201: not (JSON|UTF-8) \(the file ends within this line"):
+        with pytest.raises(DataError, match=r"a.jsonl:201: not (JSON|UTF-8) \(.*; the file ends within this line: a"):
             open_token_cache([str(path)], tokenizer, tmp_path / "cache")
+
+
+def test_only_the_cut_line_itself_is_called_cut(tmp_path, tokenizer):
+    path = tmp_path / "a.json"
+    path.write_text('{"text":\n"a"\n}\n{"text":\n"b"\n}')
+    with pytest.raises(DataError) as error:
+        open_token_cache([str(path)], tokenizer, tmp_path / "cache")
+    assert [line.split(":")[1] for line in str(error.value).splitlines() if "ends within" in line] == ["6"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.gz", "a.data", "a.txt"])
@@ -158,6 +167,20 @@ def test_json_lines_are_known_by_their_content(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(gzip.compress(content[:50]) + gzip.compress(content[50:]) if name.endswith(".gz") else content)
     assert read(path) == TEXTS
+
+
+@pytest.mark.parametrize("first", [b'{"text": "a",}', b"not json", b'{"text": "' + b"long " * 20_000 + b'"}'])
+def test_json_lines_called_text_are_never_trained_as_text(tmp_path, tokenizer, first):
+    path = tmp_path / "a.txt"
+    path.write_bytes(first + b"\n" + lines(TEXTS).encode())
+    cache = open_token_cache([str(path)], tokenizer, tmp_path / "cache", reading=SKIP)
+    assert cache.train.documents == len(TEXTS) + (len(first) > 100)
+
+
+def test_prose_that_begins_with_a_bracket_is_prose(tmp_path):
+    path = tmp_path / "a.md"
+    path.write_text('[![badge](a.svg)](b), a fine project\n\nSend it:\n\n    {"text": "hello"}\n')
+    assert read(path) == [path.read_text().strip("\n")]
 
 
 @pytest.mark.parametrize("chunk", [1, 17, 1 << 18])
@@ -199,12 +222,20 @@ def test_a_broken_array_is_refused_at_its_line_even_if_bad_records_are_skipped(
 
 def test_bad_elements_of_an_array_are_named_by_line_and_number(tmp_path, tokenizer):
     path = tmp_path / "a.json"
-    path.write_text('[{"text": "a"}, null,\n 7, {"text": ""},\n {"text": "b"}, [], 12]')
+    path.write_text('[{"text": "a", "score": NaN}, null,\n 7, {"text": ""},\n {"text": "b"}, [], 12]')
     with pytest.raises(DataError) as error:
         open_token_cache([str(path)], tokenizer, tmp_path / "cache")
     places = [line.strip().removeprefix(f"{path}:").split(": ")[0] for line in str(error.value).splitlines()[1:]]
     numbered = [(1, 2), (2, 3), (2, 4), (3, 6), (3, 7)]
     assert places == [f"{line} (element {number})" for line, number in numbered]
+    assert open_token_cache([str(path)], tokenizer, tmp_path / "cache", reading=SKIP).train.documents == 2
+
+
+def test_a_bad_byte_in_an_array_costs_one_element(tmp_path, tokenizer):
+    path = tmp_path / "a.json"
+    path.write_bytes('[{"text": "好"},\n {"text": "'.encode() + b'\xff"},\n {"text": "b"}]')
+    with pytest.raises(DataError, match=r"a.json:2 \(element 2\): not UTF-8 \(byte 0xff"):
+        open_token_cache([str(path)], tokenizer, tmp_path / "cache")
     assert open_token_cache([str(path)], tokenizer, tmp_path / "cache", reading=SKIP).train.documents == 2
 
 
@@ -229,8 +260,20 @@ def test_a_declared_encoding_is_read_and_never_garbles(tmp_path, encoding, kind)
     with pytest.raises((BadRecord, DataError)):
         read(path, "utf-8")
     path.write_text(content[kind], encoding="utf-8")
-    with pytest.raises(DataError, match=f"is UTF-8, but --encoding {encoding} was given"):
+    with pytest.raises(DataError, match=f"is UTF-8 .*but --encoding {encoding} was given"):
         read(path, encoding)
+
+
+def test_utf8_under_another_encoding_is_noticed_wherever_it_begins(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(lines(["a" * 300_000, "中文" * 9]), encoding="utf-8")
+    with pytest.raises(DataError, match=r"is UTF-8 \(looked from byte 262,144 on\), but --encoding gb18030"):
+        read(path, "gb18030")
+
+
+def test_utf8_declared_with_a_mark_needs_none(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines(TEXTS), encoding="utf-8")
+    assert read(tmp_path / "a.jsonl", "utf-8-sig") == TEXTS
 
 
 @pytest.mark.parametrize("encoding", ["klingon", "rot13", "base64"])
@@ -248,6 +291,11 @@ def test_plain_text_becomes_documents_that_end_at_blank_lines(tmp_path, monkeypa
         b"\n\nshort\r\n\r\nand longer than twenty\r\n\r\n \nnext\n\x85 \xe2\x80\xa8".replace(b"\x85", b"\xc2\x85")
     )
     assert read(path) == ["short\n\nand longer than twenty", "next\n\x85 \u2028"]
+    path.write_text("joined\n\ufefffiles")
+    assert read(path) == ["joined\nfiles"]
+    monkeypatch.setattr(records, "TEXT_DOCUMENT_LIMIT", 40)
+    path.write_text("a line without a blank one\n" * 4)
+    assert read(path) == ["a line without a blank one\na line without a blank one"] * 2
     text = "".join(random.Random(0).choices("ab \n", k=5000))
     path.write_text(text)
     assert "\n".join(read(path)).split() == text.split()
@@ -270,6 +318,12 @@ def test_a_very_long_line_is_packed_whole(tmp_path, tokenizer):
     whole = [*tokenizer.encode_texts(["before"]), tokenizer._raw.encode(text, add_special_tokens=False).ids]
     expected = [tokenizer.bos_id, *whole[0], tokenizer.eos_id, tokenizer.bos_id, *whole[1], tokenizer.eos_id]
     assert ids[: len(expected)] == expected
+
+
+def test_a_mile_of_one_letter_is_cut_rather_than_run_out_of_memory(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer_module, "LONG_TEXT", 20_000)
+    text = "字" * 50_000
+    assert tokenizer.decode(tokenizer.encode_texts([text])[0]) == text
 
 
 def test_a_line_too_long_for_memory_is_named(tmp_path, tokenizer, monkeypatch):
@@ -311,7 +365,7 @@ def test_what_is_no_data_is_named_as_what_it_is(tmp_path, tokenizer, content, me
 
 def test_a_table_is_refused_with_what_to_do(tmp_path):
     (tmp_path / "a.csv").write_text("text,label\nhello,1\n")
-    with pytest.raises(DataError, match=r'a.csv: neither JSON nor named as plain text.*lines of \{"text"'):
+    with pytest.raises(DataError, match=r'a.csv is a table \(.csv\); turn its rows into lines of \{"text"'):
         identify(str(tmp_path / "a.csv"), "utf-8")
 
 
@@ -352,6 +406,23 @@ def test_folders_and_patterns_become_their_files_in_the_order_of_names(tmp_path,
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"empty is a folder without \.jsonl.*none\* matches no file"):
         find_files([f"{folder}/empty", f"{folder}/none*"])
+
+
+def test_links_that_lead_in_a_circle_are_followed_once(tmp_path):
+    (tmp_path / "a.jsonl").write_text("x")
+    (tmp_path / "again").symlink_to(tmp_path)
+    other = tmp_path / "data"
+    other.mkdir()
+    (other / "b.jsonl").write_text("x")
+    (other / "up").symlink_to(tmp_path)
+    assert find_files([str(tmp_path)]) == [str(tmp_path / "a.jsonl"), str(other / "b.jsonl")]
+
+
+def test_all_files_that_are_no_data_are_named_at_once(tmp_path, tokenizer):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_bytes(b"PK\x03\x04")
+    with pytest.raises(DataError, match=r"a.jsonl is a zip archive.*b.jsonl is a zip archive"):
+        open_token_cache([str(tmp_path)], tokenizer, tmp_path / "cache")
 
 
 def test_a_file_with_brackets_in_its_name_is_no_pattern(tmp_path):
@@ -424,13 +495,13 @@ def test_the_odd_gbk_file_is_read_as_declared_and_refused_otherwise(tmp_path, to
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("04_medical_gb18030.csv", "neither JSON nor named as plain text"),
+        ("04_medical_gb18030.csv", "is a table (.csv)"),
         ("05_sharegpt_tools.json", 'no "text" key (its keys: conversations, tools'),
         ("06_sharegpt.jsonl", 'no "text" key (its keys: id, conversations'),
         ("07_alpaca.json", 'no "text" key (its keys: instruction, input, output'),
         ("08_openai_tools.jsonl", 'no "text" key (its keys: messages, tools'),
         ("11_sft_messages.parquet", 'no column "text"; it has messages'),
-        ("22_excel_utf8bom.csv", "neither JSON nor named as plain text"),
+        ("22_excel_utf8bom.csv", "is a table (.csv)"),
     ],
 )
 def test_odd_files_that_are_no_pretraining_data_are_refused_by_name(tmp_path, tokenizer, name, message):

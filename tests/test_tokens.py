@@ -250,6 +250,20 @@ def test_of_several_processes_one_builds_and_all_read_the_same(tmp_path, tokeniz
     assert builds.value == 1
 
 
+def test_a_process_that_may_not_build_waits_for_one_that_does(tmp_path, tokenizer):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    found = fork.Queue()
+    arguments = ([path], tokenizer, tmp_path / "cache")
+    waiting = fork.Process(target=lambda: found.put(open_token_cache(*arguments, builds=False).train.sha256))
+    waiting.start()
+    waiting.join(timeout=0.3)
+    assert waiting.is_alive()
+    assert not (tmp_path / "cache").exists()
+    built = open_token_cache(*arguments).train.sha256
+    assert found.get(timeout=30) == built
+    waiting.join()
+
+
 def test_a_killed_builder_leaves_nothing_in_the_way(tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     building = fork.Event()
