@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, TINY, curve, final_bytes, train, write_texts
+from trainer.monitor import Console
 
 HOPELESS = 78
 
@@ -188,6 +189,50 @@ def test_a_tokenizer_that_does_not_match_the_weights_is_refused(options: list, c
         (other / name).write_text(text.replace('"<|buffer1|>"', '"<|other|>"'), encoding="utf-8")
     start = [*options, "--out_dir", tmp_path / "next", "--from_weight", tmp_path / "run", "--tokenizer_path", other]
     assert "tokenizer" in refused(caplog, *start)
+
+
+def test_the_code_is_written_down_before_a_dashboard_is_waited_for(
+    options: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def close(self: Console) -> None:
+        seen.extend((json.loads((run / "exit.json").read_text())["code"], (run / "owner.json").exists()))
+
+    run = tmp_path / "run"
+    monkeypatch.setattr(Console, "close", close)
+    assert train(*options, "--max_steps", 1) == 0
+    assert seen == [0, True], "the folder is given back when nobody writes there any more"
+    assert not (run / "owner.json").exists()
+
+
+# train_pretrain.py whose first rank is slower than the others.
+SLOW_FIRST = """
+import os, time
+import train_pretrain
+from trainer.options import parse_options
+
+if os.environ["RANK"] == "0":
+    time.sleep(2)
+train_pretrain.main(parse_options(train_pretrain.options()))
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("option", ["--data_path", "--tokenizer_path"])
+def test_the_first_rank_speaks_for_all_even_where_another_finds_the_error_first(
+    options: list, tmp_path: Path, option: str
+) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_FIRST)
+    command = [sys.executable, "-m", "scripts.launch", "--nproc_per_node", 2, tmp_path / "slow.py", *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    wrong = [*map(str, command), option, "/no/such"]
+    ended = subprocess.run(wrong, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ended.returncode == HOPELESS, ended.stderr
+    told = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert told["code"] == HOPELESS
+    assert "/no/such" in told["reason"]
+    assert ended.stderr.count("/no/such") == 1, ended.stderr
 
 
 @pytest.mark.parametrize(

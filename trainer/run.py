@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,8 @@ from trainer.snapshots import Snapshots
 from trainer.trackers import TensorBoard, Wandb
 
 log = logging.getLogger(__name__)
+
+FIRST_SPEAKS_SECONDS = 5.0
 
 
 @contextlib.contextmanager
@@ -75,6 +78,10 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
     except (ValueError, OSError) as problem:
         if run is not None and run.training:
             raise
+        if rank != "0":
+            # Often all ranks find the same error, and the launcher ends the others as soon as one has left. Rank 0 has
+            # to be that one, because it says the reason and writes exit.json.
+            time.sleep(FIRST_SPEAKS_SECONDS)
         code, reason = HOPELESS if isinstance(problem, ValueError) else 1, str(problem)
         log.error("%s", _ending(reason, code))
     finally:
@@ -101,6 +108,8 @@ class Run:
         self._batches: Generator[StepBatch, None, None] | None = None
         self.ranks: Ranks = find_ranks(args.device)
         self.rank, self.world_size = self.ranks.rank, self.ranks.world_size
+        # Whether to do what one process per machine has to do for all.
+        self.first_here = self.ranks.local_rank == 0
         self.on_gpu = self.ranks.device.type == "cuda"
         # A rank that torchrun restarts must not set aside what its predecessor has just saved.
         self.resumes = args.resume_from_checkpoint or begun_by_this_launch(self.dir)
@@ -354,18 +363,20 @@ class Run:
         return DONE, f"all {max(self._step, self.plan.total_steps)} steps are done{self._skips}"
 
     def close(self, code: int, reason: str) -> None:
-        """End the loader's workers, write exit.json and give the folder back.
+        """End the loader's workers, write exit.json, close the sinks and give the folder back.
 
+        In this order: a dashboard may take seconds, in which we may be killed, and a sink writes into the folder.
         Stop signals are ignored from here on: another one must not undo what is saved and said.
         """
         if self._batches is not None:
             # By hand: after an error its traceback keeps the loader alive, and Python waits for the workers at exit.
             self._batches.close()
-        self.monitor.close()
         if self.owner is not None:
             self.monitor.event("ended", code=code, reason=reason)
             with contextlib.suppress(OSError):
                 write_json(self.dir / "exit.json", {"code": code, "reason": reason})
+        self.monitor.close()
+        if self.owner is not None:
             self.owner.release()
         if self.training:
             self.stop.ignore()
