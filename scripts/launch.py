@@ -132,6 +132,8 @@ def parse(argv: list[str], signals: list[signal.Signals]) -> argparse.Namespace:
     """torchrun's arguments, with our help text and defaults."""
     import torch.distributed.run as torchrun
 
+    from trainer.advice import cpus
+
     parser = torchrun.get_args_parser()
     parser.usage = "python -m scripts.launch [torchrun options] script.py [script options]"
     parser.description = __doc__.split("\n\n", 1)[1]
@@ -145,8 +147,7 @@ def parse(argv: list[str], signals: list[signal.Signals]) -> argparse.Namespace:
     if args.nnodes in ("1", "1:1") and args.node_rank == 0 and not remote:
         args.standalone = True
     args.signals_to_handle = ",".join(number.name for number in signals)
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpus // max(1, ranks))))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpus() // max(1, ranks))))
     return args
 
 

@@ -16,11 +16,10 @@ from trainer.advice import cpus, crowded_cpus, few_steps, idle_gpus, short_disk,
     [
         (2, 1, 4, "--num_workers 1 "),  # the default on a small machine
         (2, 2, 4, "--num_workers 0 "),
-        (1, 8, 1, "--num_workers 0 "),
         (32, 8, 4, "--num_workers 3 "),
         (5, 1, 4, None),
         (40, 8, 4, None),
-        (1, 4, 0, None),  # no workers that could be fewer
+        (4, 4, 0, None),
     ],
 )
 def test_more_ranks_and_workers_than_cpus_get_a_number_that_fits(
@@ -31,6 +30,20 @@ def test_more_ranks_and_workers_than_cpus_get_a_number_that_fits(
     if proposal:
         assert proposal in line
         assert f"{ranks + ranks * workers} processes share {cpus} CPUs" in line
+
+
+@pytest.mark.parametrize(
+    ("cpus", "ranks", "workers", "start"),
+    [
+        (1, 4, 0, "4 ranks share 1 CPUs; "),
+        (2, 8, 4, "8 x (1 rank + 4 loader workers) = 40 processes share 2 CPUs; --num_workers 0 and "),
+    ],
+)
+def test_more_ranks_alone_than_cpus_need_fewer_of_them_or_more_cpus(
+    cpus: int, ranks: int, workers: int, start: str
+) -> None:
+    line = crowded_cpus(cpus, ranks, workers)
+    assert line == f"{start}--nproc_per_node {cpus} would fit; where every rank has its GPU, give them more CPUs"
 
 
 def test_idle_gpus_are_counted_and_the_command_for_all_is_given() -> None:

@@ -66,12 +66,13 @@ def cpus() -> int:
 def crowded_cpus(cpus: int, ranks: int, workers: int) -> str | None:
     """Advice where ranks and their loader workers on this machine are more than its CPUs."""
     processes = ranks * (1 + workers)
-    if not workers or processes <= cpus:
+    if processes <= cpus:
         return None
-    return (
-        f"{ranks} x (1 rank + {workers} loader workers) = {processes} processes share {cpus} CPUs; "
-        f"--num_workers {max(0, cpus // ranks - 1)} would fit"
-    )
+    who = f"{ranks} x (1 rank + {workers} loader workers) = {processes} processes" if workers else f"{ranks} ranks"
+    if ranks <= cpus:
+        return f"{who} share {cpus} CPUs; --num_workers {cpus // ranks - 1} would fit"
+    fewer = f"--num_workers 0 and --nproc_per_node {cpus}" if workers else f"--nproc_per_node {cpus}"
+    return f"{who} share {cpus} CPUs; {fewer} would fit; where every rank has its GPU, give them more CPUs"
 
 
 def idle_gpus(gpus: int, processes: int) -> str | None:
