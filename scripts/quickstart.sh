@@ -17,9 +17,10 @@ install requirements.txt
 read -r ranks dtype where < <(.venv/bin/python - <<'PYTHON'
 import sys
 import torch
+from trainer.advice import cpu_has_bfloat16
 
 gpus = torch.cuda.device_count()
-quick = gpus or (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+quick = gpus or cpu_has_bfloat16()
 print(min(gpus, 2) or (1 if sys.platform == "darwin" else 2), "bfloat16" if quick else "float32",
       "NCCL on GPUs" if gpus > 1 else "the GPU" if gpus or torch.backends.mps.is_available() else "gloo on the CPU")
 PYTHON
@@ -78,7 +79,10 @@ from transformers.utils import logging
 logging.disable_progress_bar()
 run = Path(sys.argv[1])
 lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-first, *_, last = [line for line in lines if "loss" in line]
+losses = [line for line in lines if "loss" in line]
+for line in losses:
+    line["loss"] = float("nan") if line["loss"] is None else line["loss"]
+first, last = losses[0], losses[-1]
 print(f"loss {first['loss']:.2f} at step {first['step']}, {last['loss']:.2f} at step {last['step']}")
 folder = sorted(run.glob("step_????????"))[-1]
 model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)

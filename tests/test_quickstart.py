@@ -194,6 +194,19 @@ def test_quickstart_trains_is_killed_goes_on_and_shows_what_it_learnt(whole_clon
 
 
 @pytest.mark.integration
+def test_it_ends_well_after_one_step_and_with_a_loss_that_is_not_finite(whole_clone: Path) -> None:
+    result = run(whole_clone / "scripts/quickstart.sh", *SMALL, "--max_steps", "1")
+    assert result.returncode == 0, result.stderr
+    metrics = whole_clone / "out/quickstart/metrics.jsonl"
+    line = json.loads(metrics.read_text())
+    assert f"loss {line['loss']:.2f} at step 1, {line['loss']:.2f} at step 1\n" in result.stdout
+    metrics.write_text(json.dumps(line | {"loss": None}) + "\n")
+    result = run(whole_clone / "scripts/quickstart.sh", *SMALL, "--max_steps", "1")
+    assert result.returncode == 0, result.stderr
+    assert "loss nan at step 1" in result.stdout
+
+
+@pytest.mark.integration
 @pytest.mark.parametrize("to_all", [True, False], ids=["Ctrl-C", "SIGTERM to the script alone"])
 def test_stopping_it_saves_and_leaves_nothing_behind(whole_clone: Path, to_all: bool) -> None:
     command = ["bash", "scripts/quickstart.sh", *SMALL, "--max_steps", "100000", "--checkpoint_interval", "100000"]
