@@ -19,7 +19,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err.splitlines()[-1]
 
 
-def test_defaults_are_the_seeds() -> None:
+def test_the_defaults() -> None:
     args = parsed()
     expected = {
         "out_dir": "out/pretrain", "epochs": None, "max_steps": None, "batch_size": 64,
