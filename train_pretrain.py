@@ -93,6 +93,7 @@ def main(args: argparse.Namespace) -> None:
             args.max_seq_len,
             Path(args.cache_dir),
             Reading(args.text_key, args.encoding, args.skip_bad_lines),
+            builds=run.first_here,
         )
         start = run.starting_folder()
         model = starting_model(

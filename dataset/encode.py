@@ -142,7 +142,9 @@ class Encoder:
         """
         # Processes, each with one thread: 11.3 MB/s where the library's own threads and Python's lock gave 10.0. They
         # are forked, before any other thread exists, because starting afresh would cost each a second of imports.
-        processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, 1 + total_bytes // CHUNK_BYTES)
+        # macOS does not say on which CPUs a process may run.
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        processes = min(cpus, MOST_PROCESSES, 1 + total_bytes // CHUNK_BYTES)
         pool = ProcessPoolExecutor(
             processes, multiprocessing.get_context("fork"), initializer=_begin, initargs=(os.getpid(), self)
         )

@@ -10,7 +10,6 @@ on the disk, on the same part of the file; then the whole file is built once mor
 import argparse
 import json
 import multiprocessing
-import os
 import resource
 import shutil
 import statistics
@@ -27,6 +26,7 @@ from tokenizers import Tokenizer
 
 from dataset.tokenizer import load_tokenizer
 from dataset.tokens import open_token_cache
+from trainer.advice import cpus
 
 LIBRARY_BATCH = 1000  # texts a call; 300 and 20,000 were slower
 SMALL_MODEL = (
@@ -126,7 +126,7 @@ def measure(args: argparse.Namespace, work_dir: Path) -> None:
     library = statistics.median(library for library, _ in rates)
     _, *starts = start_seconds(whole, args.tokenizer_path, work_dir / "run")
 
-    print(f"cores: {len(os.sched_getaffinity(0))}")
+    print(f"cores: {cpus()}")
     print(f"library alone: {library:.2f} MB/s; cache, same part: median {statistics.median(ratios):.0%} of it", end=" ")
     print(f"({min(ratios):.0%} - {max(ratios):.0%})")
     print(f"cache of {size:.0f} MB: {size / rate:.0f} s, {rate:.2f} MB/s, largest process {memory:.0f} MiB")

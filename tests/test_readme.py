@@ -50,6 +50,7 @@ NOT_RUN = {
     "python train_pretrain.py --data_path mine.jsonl ...": "the reader's data; tests/test_records.py reads such files",
     "/usr/bin/time -v python train_pretrain.py ...": "needs a file of 1 GB",
     "python -m scripts.benchmark_train ...": "minutes, and its numbers are the machine's",
+    "python -m scripts.benchmark_data ...": "minutes, and its numbers are the machine's",
     "python -m scripts.train_tokenizer ...": "tests/test_tokenizer.py trains one",
 }
 
