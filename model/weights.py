@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.gpt import GPT, GPTConfig
+from model.minimind import read_minimind
+from model.names import Shapes, plain_names, require_shapes, shapes_of
 
 COPIED_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -41,17 +43,6 @@ HARMLESS_VALUES = {
 FREE_FIELDS = ("dropout", "max_position_embeddings")
 
 
-def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names without the `module.` of DDP and the `_orig_mod.` of torch.compile, however they are nested."""
-    plain: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        short = ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
-        if short in plain:
-            raise ValueError(f"two tensors are called {short!r} once wrapper prefixes are removed; keep one")
-        plain[short] = tensor
-    return plain
-
-
 def save_model_folder(
     folder: Path,
     config: GPTConfig,
@@ -71,7 +62,7 @@ def save_model_folder(
     state = {name: tensor.detach() for name, tensor in plain_names(state).items()}
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
-    _check_shapes(config, {name: tuple(tensor.shape) for name, tensor in state.items()}, "the state to save")
+    _check_shapes(config, shapes_of(state), "the state to save")
     described = {
         "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
         "model_type": "qwen3" if config.qk_norm else "llama",
@@ -92,9 +83,15 @@ def save_model_folder(
     (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     tensors = {name: tensor.cpu().contiguous() for name, tensor in state.items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    for name in COPIED_TOKENIZER_FILES if tokenizer_folder else ():
-        if (tokenizer_folder / name).exists():
-            shutil.copyfile(tokenizer_folder / name, folder / name)
+    if tokenizer_folder is not None:
+        copy_tokenizer(tokenizer_folder, folder)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the tokenizer's files that `source` has into `folder`."""
+    for name in COPIED_TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
 
 
 def load_config(folder: Path) -> GPTConfig:
@@ -138,17 +135,25 @@ def load_model_folder(folder: Path) -> GPT:
 
 
 def starting_model(
-    folder: Path | None, sizes: Mapping[str, object], *, vocab_size: int, given: Collection[str], max_seq_len: int
+    source: Path | None, sizes: Mapping[str, object], *, vocab_size: int, given: Collection[str], max_seq_len: int
 ) -> GPT:
-    """The model a run begins with: random weights in these sizes, or the folder's architecture and weights.
+    """The model a run begins with: random weights in these sizes, or the architecture and weights of `source`.
 
-    sizes: fields of GPTConfig. given: those that the user asked for by name; one that disagrees with the folder, or
-    rows longer than the model has positions for, is a ValueError. Dropout is no part of the weights: sizes decides.
+    source: a model folder, or a MiniMind .pth file. sizes: fields of GPTConfig. given: those that the user asked for
+    by name; one that disagrees with the source, or rows longer than the model has positions for, is a ValueError.
+    Dropout is no part of the weights: sizes decides.
     """
-    if folder is None:
+    if source is None:
         positions = max(GPTConfig.max_position_embeddings, max_seq_len)
         return GPT(GPTConfig(vocab_size=vocab_size, max_position_embeddings=positions, **sizes))
-    config = replace(load_config(folder), dropout=sizes["dropout"])
+    foreign = None
+    if source.is_file():
+        # No older file of MiniMind's holds the number of heads: there, what the user says is believed.
+        heads = sizes["num_attention_heads"] if "num_attention_heads" in given else None
+        saved, foreign = read_minimind(source, heads)
+    else:
+        saved = load_config(source)
+    config = replace(saved, dropout=sizes["dropout"])
     problems = [
         f"--{name} is {getattr(config, name)} there and {sizes[name]} here"
         for name in sorted(given)
@@ -157,9 +162,12 @@ def starting_model(
     if max_seq_len > config.max_position_embeddings:
         problems.append(f"it has {config.max_position_embeddings} positions, fewer than --max_seq_len {max_seq_len}")
     if problems:
-        raise ValueError(f"{folder} holds another model: {'; '.join(problems)}; leave these options out")
+        raise ValueError(f"{source} holds another model: {'; '.join(problems)}; leave these options out")
     model = GPT(config)
-    load_weights_into(model, folder)
+    if foreign is None:
+        load_weights_into(model, source)
+    else:
+        model.load_state_dict(foreign)
     return model
 
 
@@ -270,25 +278,10 @@ def _check_tied(folder: Path, head_path: Path, embedding_path: Path) -> None:
         raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from {EMBEDDING}")
 
 
-def _check_shapes(config: GPTConfig, found: dict[str, tuple[int, ...]], where: str) -> None:
-    """Raise one ValueError that counts and names what is missing, unexpected or of another shape."""
+def _check_shapes(config: GPTConfig, found: Shapes, where: str) -> None:
+    """Refuse tensors that are not those of a saved GPT: of a tied head, the embedding alone."""
     with torch.device("meta"):
-        wanted = {name: tuple(tensor.shape) for name, tensor in GPT(config).state_dict().items()}
+        wanted = shapes_of(GPT(config).state_dict())
     if config.tie_word_embeddings:
         del wanted["lm_head.weight"]
-    wrong = {
-        "missing": [name for name in wanted if name not in found],
-        "unexpected": [name for name in found if name not in wanted],
-        "wrong-shaped": [
-            f"{name} {found[name]} instead of {wanted[name]}"
-            for name in wanted
-            if name in found and found[name] != wanted[name]
-        ],
-    }
-    if any(wrong.values()):
-        parts = [
-            f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
-            for what, names in wrong.items()
-            if names
-        ]
-        raise ValueError(f"{where}: the tensors do not fit the model: {'; '.join(parts)}")
+    require_shapes(wanted, found, where)

@@ -16,6 +16,8 @@ MODULES = [
 # Packages of this repository that each folder may import, beside itself. Scripts may import anything.
 ALLOWED = {"model": set(), "dataset": {"model"}, "trainer": set()}
 MODEL_EXTERNALS = {"torch", "safetensors"}
+# MiniMind's files are pickles. This module alone may open them, and only with weights_only=True.
+UNPICKLER = ROOT / "model" / "minimind.py"
 # run.py composes, snapshots.py is its half that saves and restores; the others know one another only this far.
 COMPOSERS = {"run.py", "snapshots.py"}
 TRAINER_MAY_KNOW = {"trainer.ddp", "trainer.backends", "trainer.checkpoint", "trainer.optim", "trainer.plan"}
@@ -59,13 +61,20 @@ def test_only_scripts_options_and_run_touch_args(path: Path) -> None:
     assert not touched, f"{path}:{touched[0]} touches args"
 
 
+def loads_tensors_only(node: ast.AST) -> bool:
+    """Whether a node is a call with weights_only=True, written out."""
+    keywords = node.keywords if isinstance(node, ast.Call) else []
+    return any(keyword.arg == "weights_only" and ast.unparse(keyword.value) == "True" for keyword in keywords)
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_importing_does_no_work_and_nothing_unpickles(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
+    harmless = {node.func for node in ast.walk(tree) if path == UNPICKLER and loads_tensors_only(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None, f"{path}:{node.lineno}: bare except"
-        if isinstance(node, ast.Attribute):
+        if isinstance(node, ast.Attribute) and node not in harmless:
             assert ast.unparse(node) not in ("sys.path", "torch.load"), f"{path}:{node.lineno}"
     assert "pickle" not in {name.split(".")[0] for name in imports(path)}
     for node in tree.body:

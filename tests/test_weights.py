@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.gpt import GPT, GPTConfig
-from model.weights import load_config, load_model_folder, load_weights_into, plain_names, save_model_folder
+from model.names import plain_names
+from model.weights import load_config, load_model_folder, load_weights_into, save_model_folder
 from tests.conftest import lively
 
 TINY = dict(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)

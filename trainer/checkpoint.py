@@ -124,11 +124,13 @@ def step_folders(run_dir: Path) -> list[Path]:
 
 
 def resolve_weights(name: str) -> Path:
-    """The folder behind --from_weight: a run folder means its newest valid step.
+    """The folder or file behind --from_weight: a run folder means its newest valid step.
 
-    Raises ValueError where there is no such folder or no valid checkpoint in it.
+    Raises ValueError where there is neither, or no valid checkpoint in the folder.
     """
     folder = Path(name)
+    if folder.is_file():
+        return folder  # of another project: whoever reads it judges it
     if not folder.is_dir():
         hint = f"did you mean out/{name}?" if (Path("out") / name).is_dir() else "give a run's, a checkpoint's or a "
         hint += "" if hint.endswith("?") else "transformers folder"
