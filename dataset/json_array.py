@@ -7,8 +7,14 @@ from typing import NamedTuple
 
 from dataset.files import DataError
 
-# Numbers are of no use here: as floats they may have any number of digits, and NaN, which Python writes, may be one.
-JSON = json.JSONDecoder(parse_int=float)
+
+def _whole_number(digits: str) -> int | float:
+    """Python refuses integers of over 4,300 digits; what no 64 bits hold is a float, as in other languages."""
+    return int(digits) if len(digits) < 19 else float(digits)
+
+
+# NaN, which Python writes, may be a number.
+JSON = json.JSONDecoder(parse_int=_whole_number)
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 

@@ -70,6 +70,10 @@ class TextTokenizer:
                 return at
         return place
 
+    def control_id(self, name: str) -> int | None:
+        """Return the id of a reserved entry, as "<think>"; None where there is none, as in older vocabularies."""
+        return self._full.token_to_id(name)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`; control tokens appear as their names, broken UTF-8 as U+FFFD."""
         return self._full.decode(ids, skip_special_tokens=False)
