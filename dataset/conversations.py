@@ -18,6 +18,7 @@ content null, missing or white space                | a user's: bad record; an a
 content as list of parts                            | the text parts, joined by line ends; an image or sound: bad record
 a tool's content as object or list                  | written as JSON
 answer that begins with <think> ... </think>        | its reasoning; marker strings anywhere else stay plain text
+line ends before an answer                          | left out, as by the chat template
 reasoning that is empty                             | the same as none
 tools, functions: list or JSON string; on the record| all taken to one list of {"type": "function", "function": {...}};
 or on a message                                     | nulls inside, as parquet fills in, go; two that differ: bad record

@@ -89,9 +89,10 @@ def _answer(turn: Turn, empty_think: bool) -> Iterator[Piece]:
     learned = turn.trained
     if turn.reasoning or empty_think:
         yield from _think_block(turn.reasoning + "\n", learned)
-    yield Piece(turn.content, False, learned)
+    content = turn.content.lstrip("\n")
+    yield Piece(content, False, learned)
     for number, call in enumerate(turn.calls):
-        yield Piece("\n" if turn.content or number else "", False, learned)
+        yield Piece("\n" if content or number else "", False, learned)
         yield Piece(CALL, True, learned)
         yield Piece(f"\n{write_json(call)}\n", False, learned)
         yield Piece(END_CALL, True, learned)

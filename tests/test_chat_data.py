@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import os
 import random
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,7 +154,9 @@ CASES = {
     "thinking in some answers": minimind(ASKS, ANSWERS | {"reasoning_content": "想一想。\n\nYes."}, ASKS, ANSWERS),
     "thinking before a call": minimind(ASKS, CALLS | {"reasoning_content": "call it"}, RESULT, ANSWERS, tools=[TOOL]),
     "late system turn, two questions": minimind(ASKS, ASKS, ANSWERS, {"role": "system", "content": "s"}, ASKS, ANSWERS),
-    "lines and spaces": minimind({"role": "user", "content": "\n a \n\n"}, {"role": "assistant", "content": " b\n\n"}),
+    "lines and spaces": minimind(
+        {"role": "user", "content": "\n a \n\n"}, {"role": "assistant", "content": "\n b\n\n"}
+    ),
     "markup of the web": minimind({"role": "user", "content": "<b>'\"&\\n{{ x }}"}, ANSWERS, tools=[TOOL]),
 }
 
@@ -162,7 +166,7 @@ CASES = {
 def test_text_and_ids_are_the_chat_templates(name, empty_think, template, tokenizer):
     conversation = conversation_of(CASES[name])
     messages, tools = conversation.as_messages()
-    conversation = Conversation(conversation.turns, conversation.tools, empty_think=empty_think)
+    conversation = replace(conversation, empty_think=empty_think)
     options = dict(tools=tools, empty_think=empty_think)
     text = template.apply_chat_template(messages, tokenize=False, **options)
     assert rendered(conversation) == text
@@ -187,6 +191,21 @@ def test_template_takes_openai_messages_as_they_are(template):
     messages = [ASKS, {"role": "assistant", "content": None, "tool_calls": [nested]}, RESULT, ANSWERS]
     text = template.apply_chat_template(messages, tools=[TOOL], tokenize=False)
     assert text == rendered(conversation_of({"messages": messages, "tools": [TOOL]}))
+
+
+@pytest.mark.skipif("MINIMIND_CHECKOUT" not in os.environ, reason="set MINIMIND_CHECKOUT to try a checkout")
+@pytest.mark.parametrize("name", CASES)
+def test_with_empty_think_blocks_text_and_ids_are_minimind_3s(name):
+    from transformers import AutoTokenizer
+
+    folder = Path(os.environ["MINIMIND_CHECKOUT"]) / "model"
+    theirs, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    conversation = replace(conversation_of(CASES[name]), empty_think=True)
+    messages, tools = conversation.as_messages()
+    assert rendered(conversation) == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
+    asked = replace(conversation, turns=conversation.turns[:-1])
+    prompt = theirs.apply_chat_template(messages[:-1], tools=tools, add_generation_prompt=True)["input_ids"]
+    assert prompt_ids(asked, tokenizer) == prompt
 
 
 def test_four_formats_give_the_same_conversation():
