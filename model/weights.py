@@ -1,4 +1,4 @@
-"""A transformers model folder (config.json and safetensors, Llama or Qwen3) to and from a GPT."""
+"""A transformers model folder (config.json and safetensors, Llama or Qwen3) to and from a GPT; MiniMind's files too."""
 
 import json
 import shutil
@@ -131,6 +131,16 @@ def load_model_folder(folder: Path) -> GPT:
     """A GPT in float32, in training mode, with the folder's architecture and weights; strict, see load_weights_into."""
     model = GPT(load_config(folder))
     load_weights_into(model, folder)
+    return model
+
+
+def load_model(source: Path) -> GPT:
+    """As load_model_folder, also of a MiniMind .pth file."""
+    if not source.is_file():
+        return load_model_folder(source)
+    config, state = read_minimind(source)
+    model = GPT(config)
+    model.load_state_dict(state)
     return model
 
 

@@ -27,7 +27,8 @@ from model.lora import (
     save_adapter,
 )
 from model.weights import load_model_folder, save_model_folder
-from tests.conftest import lively
+from tests.conftest import Peers, lively, on_ranks
+from trainer.backends import Step, build_backend
 from trainer.optim import adamw
 
 TINY = GPTConfig(
@@ -142,6 +143,41 @@ def test_checkpointing_changes_no_gradient():
         gradients.append([parameter.grad for parameter in lora_parameters(model)])
     assert all(gradient.abs().max() > 0 for gradient in gradients[1])
     assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
+
+
+def reduce_the_adapter(peers: Peers) -> None:
+    """Two updates on two ranks, each with a row of its own; what goes over the wire, and what each rank ends with."""
+    ranks = peers.connect()
+    model = base_model().train()
+    torch.manual_seed(peers.rank)
+    attach_lora(model, LORA)
+    settings = {"dtype": "float32", "grad_clip": 1.0, "seed": 3, "compile": False, "bucket_cap_mb": 25}
+    backend = build_backend("ddp", model, lambda m: adamw(m, 0.1), ranks, find_unused_parameters=False, **settings)
+    adapter = lora_parameters(model)
+    mine = {"input_ids": IDS[peers.rank, None], "targets": IDS.roll(-1, dims=1)[peers.rank, None]}
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+        for number in range(2):
+            backend.set_rate(0.01)
+            for batch in backend.micro_batches(Step(number, [mine], [peers.rank], IDS.numel())):
+                backend.backward(backend.loss_sum(batch) / IDS.numel())
+            backend.step()
+    shapes = [event.input_shapes for event in profile.events() if event.name == "gloo:all_reduce"]
+    numbers = [sum(torch.Size(shape).numel() for shape in inputs) for inputs in shapes]
+    assert numbers == [sum(parameter.numel() for parameter in adapter)] * 3  # one more to settle the buckets
+    weights, moments = backend.save()
+    if ranks.is_first:
+        assert weights.keys() == lora_state(model).keys()
+        assert {name.split(".", 1)[1] for name in moments} == weights.keys()
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    first = flat.clone()
+    torch.distributed.broadcast(first, 0)
+    assert torch.equal(flat, first)
+    ranks.disconnect()
+
+
+def test_ranks_reduce_the_adapter_alone_and_stay_equal() -> None:
+    on_ranks(2, reduce_the_adapter)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks transformers the old way

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from model.gpt import GPT, GPTConfig
 from model.minimind import minimind_state, read_minimind
-from model.weights import starting_model
+from model.weights import load_model, starting_model
 from tests.conftest import lively, train
 from trainer.checkpoint import load_tensors, resolve_weights
 
@@ -120,11 +120,8 @@ def save(path: Path, state: object) -> Path:
     return path
 
 
-def imported(path: Path, **options: int) -> GPT:
-    config, state = read_minimind(path, **options)
-    model = GPT(config)
-    model.load_state_dict(state)
-    return model.eval()
+def imported(path: Path) -> GPT:
+    return load_model(path).eval()
 
 
 @torch.no_grad()
