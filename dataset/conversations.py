@@ -215,7 +215,7 @@ def _call(call: object) -> dict:
     if not isinstance(arguments, dict):
         raise BadRecord("arguments of a tool call are not an object", call["name"])
     call = {"name": call["name"], "arguments": arguments}
-    _content(_dump(call))
+    text_of({"tool_calls": _dump(call)}, "tool_calls")
     return call
 
 
@@ -236,7 +236,7 @@ def _tool(tool: object) -> dict:
         tool = {"type": "function", "function": tool}
     if not isinstance(tool, dict) or not isinstance(tool["function"].get("name"), str):
         raise BadRecord("tool without a name")
-    _content(_dump(tool))
+    text_of({"tools": _dump(tool)}, "tools")
     return tool
 
 

@@ -275,7 +275,8 @@ def test_four_formats_give_the_same_conversation():
         (minimind(ASKS, CALLS | {"tool_calls": "3"}), "tool calls are neither a list nor an object"),
         (minimind(ASKS, CALLS | {"tool_calls": '[{"name": "add", "arguments": [1]}]'}), "arguments of a tool call are"),
         (minimind(ASKS, CALLS | {"tool_calls": '[{"arguments": {}}]'}), "tool call without a name"),
-        (minimind(ASKS, CALLS | {"tool_calls": '[{"name": "\\ud83d"}]'}), '"content" holds a lone surrogate'),
+        (minimind(ASKS, CALLS | {"tool_calls": '[{"name": "\\ud83d"}]'}), '"tool_calls" holds a lone surrogate'),
+        (minimind(ASKS, ANSWERS, tools='[{"name": "\\ud83d"}]'), '"tools" holds a lone surrogate'),
         (
             minimind(ASKS, CALLS | {"tool_calls": '[{"name": "a", "arguments": {"a": NaN}}]'}),
             "a value that JSON cannot",
@@ -310,6 +311,24 @@ def test_what_is_left_out_of_a_used_conversation_is_noted(tokenizer):
     question = "<|im_start|>user\n1 + 二?<|im_end|>\n<|im_start|>assistant\n"
     learned = f"{question}⟦It is 3.<|im_end|>⟧\n"
     assert shown == f"<|im_start|>assistant\nHello.<|im_end|>\n{learned}{question}<|im_end|>\n{learned}"
+
+
+def test_odd_shapes_of_one_meaning_are_read_alike():
+    expected = conversation_of(minimind(ASKS, CALLS, RESULT, ANSWERS, tools=[TOOL]))
+    filled_in = TOOL["function"] | {"strict": None, "parameters": {"maximum": 9, "items": [{"enum": None}]}}
+    emptied = TOOL["function"] | {"parameters": {"maximum": 9, "items": [{}]}}
+    openai = {"role": "assistant", "content": "", "function_call": CALL_OF_ADD | {"arguments": '{"a": 1, "b": "二"}'}}
+    assert conversation_of({"messages": [ASKS, openai, RESULT, ANSWERS], "functions": [TOOL]}) == expected
+    shouted = ASKS | {"role": " User "}
+    assert conversation_of(minimind(shouted, CALLS, RESULT | {"role": "function"}, ANSWERS, tools=TOOL)) == expected
+    read = conversation_of(minimind(ASKS, ANSWERS, tools=[filled_in]))
+    assert read.tools == ({"type": "function", "function": emptied},)
+    for content, text in (({"a": "二"}, '{"a": "二"}'), ([1, {"b": None}], '[1, {"b": null}]'), (None, "")):
+        read = conversation_of(minimind(ASKS, CALLS, RESULT | {"content": content}, ANSWERS))
+        assert read.turns[2] == Turn("tool", text)
+    for arguments in ("", None, {}, "{}"):
+        read = conversation_of(minimind(ASKS, CALLS | {"tool_calls": [{"name": "now", "arguments": arguments}]}))
+        assert read.turns[1].calls == ({"name": "now", "arguments": {}},)
 
 
 def test_a_message_of_no_weight_is_read_and_not_learned():
@@ -364,6 +383,11 @@ def test_long_conversation_is_split_before_questions_and_keeps_its_system_turn()
     assert rows_of(blocks, 12) == ([[0, 1, 2], [0, 3, 4], [0, 5, 6]], 0)
     with pytest.raises(BadRecord, match=TOO_LONG):
         fit(blocks, 11)
+
+
+def test_questions_in_a_row_stay_together():
+    blocks = blocks_of("user 5", "assistant 5", "system 5", "user 5", "user 5", "assistant 5")
+    assert rows_of(blocks, 24) == ([[0, 1], [2, 3, 4, 5]], 0)
 
 
 def test_answer_too_long_for_a_row_is_counted_and_its_question_not_kept():
