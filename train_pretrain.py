@@ -46,7 +46,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument(
         "--from_weight",
         default="none",
-        help="start from a run's, checkpoint's or transformers folder; none: from random weights",
+        help="start from a run's, checkpoint's or transformers folder, or a MiniMind .pth; none: from random weights",
     )
     parser.add_argument(
         "--epochs", type=float, default=None, help="passes over the data (none given: 1, or as many as make 20 steps)"
