@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-IGNORE_INDEX = -100
-
-# Logits alive at once. On a CPU 2^22 (16 MiB in float32) was fastest: 8192 x 512 x 6400 takes 279 ms in bfloat16
-# with chunks of 512 rows, 367 with 2048. Elsewhere every chunk costs a dozen kernel launches, so fewer and larger.
-CPU_LOGITS_PER_CHUNK, LOGITS_PER_CHUNK = 1 << 22, 1 << 25
+from model.cache import KVCache, LayerCache
+from model.loss import IGNORE_INDEX as IGNORE_INDEX
+from model.loss import cross_entropy_sum
 
 
 @dataclass(frozen=True)
@@ -103,12 +101,13 @@ class RMSNorm(nn.Module):
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine of each position's angles (RoPE, arXiv:2104.09864), in float32.
 
-    positions: (time,). Returns two tensors (time, 1, head_dim), ready for (batch, time, heads, head_dim).
+    positions: (time,) or (batch, time). Returns two tensors of that shape + (1, head_dim), ready for
+    (batch, time, heads, head_dim).
     """
     # Recomputed at every call, not kept as a buffer: model.to(bfloat16) would round the frequencies.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
-    angles = positions.float()[:, None] * (1.0 / theta**exponents)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    angles = positions.float()[..., None, None] * (1.0 / theta**exponents)
+    cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
@@ -118,6 +117,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x: (batch, time, heads, head_dim); cos, sin: from rope_tables, in x's dtype. Returns x's shape and dtype.
     """
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+
+
+def attention_mask(
+    time: int, past: int, segments: Tensor | None, key_segments: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """What `time` tokens after `past` others may look at: (batch or 1, 1, time, past + time), True for yes.
+
+    segments: (batch, time), key_segments: (batch, past + time). None where SDPA needs no mask: a whole row of one
+    text, which its is_causal covers, and a single token, which sees all.
+    """
+    if segments is None and (past == 0 or time == 1):
+        return None
+    # is_causal would align the first query with the first key, and it does not go with a mask.
+    earlier = torch.ones(time, past + time, dtype=torch.bool, device=device).tril(past)
+    if segments is None:
+        return earlier[None, None]
+    return (earlier & (segments[:, :, None] == key_segments[:, None, :]))[:, None]
 
 
 class Attention(nn.Module):
@@ -138,15 +154,21 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, past: LayerCache | None = None
+    ) -> Tensor:
+        """mask: (batch or 1, 1, time, keys), True where a token may look; None: at itself and all before it."""
         per_head = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = self.q_proj(x).view(per_head), self.k_proj(x).view(per_head), self.v_proj(x).view(per_head)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=self.grouped
-        )
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if past is not None:
+            k, v = past.extend(k, v)
+        # A single new token may look at every key; is_causal would show it the first one only.
+        is_causal = mask is None and q.shape[2] == k.shape[2]
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=self.grouped)
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -175,8 +197,10 @@ class Block(nn.Module):
         # Residual branches only: dropout inside attention makes SDPA on a CPU 5 to 8 times slower.
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin))
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, past: LayerCache | None = None
+    ) -> Tensor:
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask, past))
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
@@ -216,88 +240,57 @@ class GPT(nn.Module):
                 is_branch_end = name.endswith(("o_proj.weight", "down_proj.weight"))
                 weight.normal_(0.0, branch_std if is_branch_end else 0.02)
 
-    def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
         """Logits, or the loss when there are targets.
 
-        input_ids: (batch, time) int64. targets: the same shape, each the id that should follow, or IGNORE_INDEX.
-        Returns logits (batch, time, vocab) in the compute dtype, or the float32 SUM of the token losses (float64
-        for a float64 model). A row longer than max_position_embeddings is a ValueError.
+        All arguments are (batch, time) int64. targets: each the id that should follow, or IGNORE_INDEX. positions and
+        segments: see `hidden`. Returns logits (batch, time, vocab) in the compute dtype, or the float32 SUM of the
+        token losses (float64 for a float64 model). A row longer than max_position_embeddings is a ValueError.
         """
-        hidden = self._hidden(input_ids)
+        hidden = self.hidden(input_ids, positions, segments)
         if targets is None:
             return self.lm_head(hidden)
         return cross_entropy_sum(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
 
-    def _hidden(self, input_ids: Tensor) -> Tensor:
+    def hidden(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """The normed stream (batch, time, hidden_size) that the head turns into logits.
+
+        segments: which of the texts in a row a token belongs to; a token sees the earlier ones of its own segment
+        only. positions: a token's place in its text, 0 upwards; None counts along the row. cache: the tokens before
+        these, seen as if they stood in front of them; these are added to it.
+        """
+        past = 0 if cache is None else cache.length
         time, limit = input_ids.shape[1], self.config.max_position_embeddings
-        if time > limit:
-            raise ValueError(f"a row of {time} tokens is longer than max_position_embeddings {limit}; shorten it")
+        if time > limit or (positions is None and past + time > limit):
+            raise ValueError(
+                f"a row of {past + time} tokens is longer than max_position_embeddings {limit}; shorten it"
+            )
         x = self.model.embed_tokens(input_ids)
         if torch.is_autocast_enabled(x.device.type):
             # A residual stream in float32 would double the traffic of every norm, sum and cast.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.model.dropout(x)
-        positions = torch.arange(time, device=input_ids.device)
+        if positions is None:
+            positions = torch.arange(past, past + time, device=input_ids.device)
         cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        for block in self.model.layers:
+        key_segments = segments if cache is None else cache.extend(input_ids, segments)
+        mask = attention_mask(time, past, segments, key_segments, x.device)
+        for number, block in enumerate(self.model.layers):
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, mask, use_reentrant=False)
             else:
-                x = block(x, cos, sin)
+                x = block(x, cos, sin, mask, None if cache is None else cache.layers[number])
         return self.model.norm(x)
-
-
-def cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the cross-entropies of hidden @ weight.T against targets, a chunk of logits at a time.
-
-    hidden: (rows, size) in the compute dtype; weight: (vocab, size); targets: (rows,), IGNORE_INDEX counts zero.
-    Returns a float32 scalar (float64 for float64). When every row is ignored it is 0 with zero gradients.
-    Why not F.linear_cross_entropy (torch 2.13; 8192 rows x 512 x 6400, bfloat16, 2 CPU threads, forward and backward):
-    279 ms and 182 MiB here; 319 ms, 373 MiB and a bfloat16 sum 0.8 % off there; 857 ms with its chunking options.
-    """
-    return _CrossEntropySum.apply(hidden, weight, targets, torch.is_grad_enabled())
-
-
-class _CrossEntropySum(torch.autograd.Function):
-    """The gradient of a sum does not wait for the backward pass: it is made while a chunk's logits are alive."""
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, with_grad: bool) -> Tensor:
-        sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        head = weight.to(hidden.dtype)
-        need_hidden, need_weight = (with_grad and need for need in ctx.needs_input_grad[:2])
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if need_weight else None
-        total = hidden.new_zeros((), dtype=sum_dtype)
-        budget = CPU_LOGITS_PER_CHUNK if hidden.device.type == "cpu" else LOGITS_PER_CHUNK
-        rows = max(1, budget // (64 * weight.shape[0])) * 64
-        with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], rows):
-                piece, target = hidden[start : start + rows], targets[start : start + rows, None]
-                ignored = target == IGNORE_INDEX
-                target = target.masked_fill(ignored, 0)
-                log_probs = torch.log_softmax(piece @ head.T, dim=-1, dtype=sum_dtype)
-                picked = log_probs.gather(1, target)
-                total -= picked.masked_fill(ignored, 0.0).sum()
-                if not (need_hidden or need_weight):
-                    continue
-                grad = log_probs.exp_().scatter_(1, target, picked.exp() - 1.0).masked_fill_(ignored, 0.0)
-                grad = grad.to(hidden.dtype)
-                if need_hidden:
-                    torch.mm(grad, head, out=grad_hidden[start : start + rows])
-                if need_weight:
-                    grad_weight += grad.T @ piece
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        ctx.weight_dtype = weight.dtype
-        return total
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        # Multiplied in float32: a half-precision scale would round 1 / target_tokens, or overflow a loss scaler.
-        if grad_hidden is not None:
-            grad_hidden = (grad_hidden.to(grad_output.dtype) * grad_output).to(grad_hidden.dtype)
-        if grad_weight is not None:
-            grad_weight = (grad_weight * grad_output).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None

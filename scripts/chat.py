@@ -1,0 +1,284 @@
+"""Talk to a trained model: `python -m scripts.chat` takes the newest of out/lora, out/sft and out/pretrain.
+
+A model that was trained on plain text only continues each line by itself. Lines may come from a pipe; answers go to
+standard output, everything else to standard error. /reset begins a new conversation, /exit leaves.
+"""
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dataset.chat import encode, prompt_ids
+from dataset.conversations import SYSTEM, USER, Conversation, Turn
+from dataset.tokenizer import TextTokenizer, load_tokenizer, require_matching
+from model.cache import KVCache
+from model.generation import CONTEXT, LENGTH, LOOP, Answer, Sampling, stream
+from model.gpt import GPT
+from model.weights import CONFIG_FILE, load_model_folder
+from trainer.checkpoint import MANIFEST, newest_valid, step_folders
+from trainer.options import add_switch, new_parser
+
+RUNS = ("out/lora", "out/sft", "out/pretrain")
+CHAT_STAGES = ("sft", "lora")
+BROKEN = "\ufffd"  # what undecodable bytes become
+
+
+def options() -> argparse.ArgumentParser:
+    """The options; the sampling defaults are Sampling's."""
+    parser = new_parser(__doc__.splitlines()[0])
+    parser.add_argument(
+        "--load_from", default=None, help="a run's, a checkpoint's or any transformers Llama or Qwen3 folder"
+    )
+    parser.add_argument("--tokenizer_path", default=None, help="folder with tokenizer.json, if not the model's own")
+    parser.add_argument(
+        "--mode",
+        choices=("chat", "continue"),
+        default=None,
+        help="chat in turns, or continue plain text (none given: as the folder was trained)",
+    )
+    parser.add_argument("--prompt", default=None, help="answer this alone and leave")
+    parser.add_argument("--system", default=None, help="text of a system turn before the first")
+    parser.add_argument("--max_new_tokens", type=int, default=Sampling.max_new_tokens, help="tokens of an answer")
+    parser.add_argument(
+        "--temperature", type=float, default=Sampling.temperature, help="0: always the likeliest token; 1: as trained"
+    )
+    parser.add_argument("--top_p", type=float, default=Sampling.top_p, help="draw from the likeliest up to this sum")
+    parser.add_argument("--top_k", type=int, default=Sampling.top_k, help="draw from this many tokens; 0: from all")
+    parser.add_argument(
+        "--repetition_penalty",
+        type=float,
+        default=Sampling.repetition_penalty,
+        help="above 1 makes tokens that stand in the answer already less likely",
+    )
+    parser.add_argument("--seed", type=int, default=None, help="the same answers every time; none given: others")
+    add_switch(parser, "--loop_guard", default=True, help="end an answer that repeats the same words for ever")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights")
+    return parser
+
+
+class Session:
+    """A conversation: the ids of its turns so far, and the cache of those that the model has seen.
+
+    An answer stays in it as the ids that were generated: decoding and encoding may give others, and no cache hit.
+    """
+
+    def __init__(self, model: GPT, tokenizer: TextTokenizer, how: Sampling, *, chats: bool, system: str | None) -> None:
+        self.model, self.tokenizer, self.how, self.chats, self.system = model, tokenizer, how, chats, system
+        self.ending: str | None = None  # of the last answer
+        self.turns = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns but the system's."""
+        self.cache = KVCache(len(self.model.model.layers))
+        self.ids = turn_ids(self.tokenizer, SYSTEM, self.system) if self.chats and self.system else []
+
+    def reply(self, text: str) -> Iterator[str]:
+        """Yield the answer piece by piece; left early, the turn ends there. ContextFull leaves all as it was."""
+        if self.chats:
+            prompt = self.ids + turn_ids(self.tokenizer, USER, text) + header_ids(self.tokenizer)
+        else:
+            prompt = [self.tokenizer.bos_id, *self.tokenizer.encode_texts([text])[0]]
+        limit = self.model.config.max_position_embeddings
+        if len(prompt) >= limit:
+            raise ContextFull(
+                f"the context is full: {len(prompt)} tokens with this message, and the model takes {limit}; /reset "
+                "begins a new conversation"
+            )
+        # Another seed for every turn: the same one would make the same question's answers alike.
+        how = self.how if self.how.seed is None else replace(self.how, seed=self.how.seed + self.turns)
+        answer, pieces = Answer(prompt), TextPieces(self.tokenizer.decode)
+        try:
+            for token in stream(self.model, answer, how, self.cache):
+                if piece := pieces.add(token):
+                    yield piece
+            if piece := pieces.rest():
+                yield piece
+        finally:
+            self.turns += 1
+            self.ending = answer.ending
+            if self.chats:
+                self.ids = prompt + answer.ids + end_ids(self.tokenizer)
+
+
+class ContextFull(ValueError):
+    """A message that does not fit behind what was said before."""
+
+
+def turn_ids(tokenizer: TextTokenizer, role: str, content: str) -> list[int]:
+    """The ids of a whole turn; a marker within the content is spelled out."""
+    [[block]] = encode([Conversation((Turn(role, content),))], tokenizer)
+    return block.ids
+
+
+def header_ids(tokenizer: TextTokenizer) -> list[int]:
+    """What an answer follows."""
+    return prompt_ids(Conversation(()), tokenizer)
+
+
+def end_ids(tokenizer: TextTokenizer) -> list[int]:
+    """What follows the content of a turn."""
+    return [tokenizer.eos_id, *tokenizer.encode_texts(["\n"])[0]]
+
+
+class TextPieces:
+    """Ids to text as they come. A character whose bytes are not all there is held back."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        # Decoded behind the piece before: some tokenizers drop the blank at a text's beginning.
+        self._before: list[int] = []
+        self._waiting: list[int] = []
+
+    def add(self, token: int) -> str:
+        """Return the text that this token completes, often of it alone, or ""."""
+        self._waiting.append(token)
+        return "" if self._text().endswith(BROKEN) else self.rest()
+
+    def rest(self) -> str:
+        """Return what is held back, bytes that make no character as U+FFFD."""
+        text = self._text()
+        self._before, self._waiting = self._waiting or self._before, []
+        return text
+
+    def _text(self) -> str:
+        return self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
+
+
+def model_folder(load_from: str | None) -> Path:
+    """The folder to load: a run's newest valid step, the folder itself, or by default the last run's of RUNS."""
+    if load_from is None:
+        runs = [run for run in map(Path, RUNS) if step_folders(run)]
+        for run in sorted(runs, key=lambda run: step_folders(run)[-1].stat().st_mtime, reverse=True):
+            newest = newest_valid(run, owner=False)
+            if newest and (newest / CONFIG_FILE).is_file():
+                return newest
+        raise ValueError(
+            f"no model in any of {', '.join(RUNS)} (looked from {Path.cwd()}); train one with bash "
+            "scripts/quickstart.sh, or give --load_from FOLDER"
+        )
+    folder = Path(load_from)
+    if not folder.is_dir():
+        raise ValueError(f"--load_from {load_from}: no such folder (looked from {Path.cwd()}); give a model's folder")
+    if not step_folders(folder):
+        return folder
+    newest = newest_valid(folder, owner=False)
+    if newest is None:
+        raise ValueError(f"--load_from {load_from}: none of its checkpoints is valid; give an older copy")
+    return newest
+
+
+def was_trained_to_chat(folder: Path) -> bool:
+    """Whether a checkpoint's manifest says so. A folder from elsewhere does not tell: no."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return manifest["fingerprint"]["stage"] in CHAT_STAGES
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def open_session(args: argparse.Namespace) -> Session:
+    """Load what the options name; says on standard error what that is. Raises ValueError or OSError."""
+    folder = model_folder(args.load_from)
+    tokenizer = load_tokenizer(args.tokenizer_path or folder)
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "loop_guard")
+    # None of the three belongs into an answer: a model that writes one has ended it or begins another turn.
+    stop_ids = frozenset((tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id))
+    how = Sampling(stop_ids=stop_ids, **{name: getattr(args, name) for name in names})
+    model = load_model_folder(folder).eval()
+    require_matching(tokenizer, model.config.vocab_size, folder)
+    try:
+        model.to(args.device, getattr(torch, args.dtype))
+    except RuntimeError as problem:
+        raise ValueError(f"--device {args.device}: {problem}") from problem
+    chats = was_trained_to_chat(folder) if args.mode is None else args.mode == "chat"
+    size = sum(weight.numel() for weight in model.parameters())
+    doing = "chatting" if chats else "continuing plain text (--mode chat for a model that answers)"
+    say(f"{folder}: {size / 1e6:.1f} M parameters, {doing}; /reset begins anew, /exit leaves")
+    return Session(model, tokenizer, how, chats=chats, system=args.system)
+
+
+def typed_lines() -> Iterator[str]:
+    """Lines of standard input, asked for one by one where somebody sits there."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\r\n") for line in sys.stdin)
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # gives input() its arrow keys; not everywhere
+    while True:
+        try:
+            yield input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+
+
+def talk(session: Session, lines: Iterator[str]) -> None:
+    """Answer line after line until they end or one of them is /exit."""
+    for line in lines:
+        command = line.strip()
+        if command == "/exit":
+            return
+        if command == "/reset":
+            session.reset()
+            say("a new conversation")
+        elif command:
+            try:
+                answer(session, line)
+            except ContextFull as problem:
+                say(str(problem))
+
+
+def answer(session: Session, text: str) -> None:
+    """Print one answer as it comes, and why it ended where that is not its own doing."""
+    try:
+        with contextlib.closing(session.reply(text)) as pieces:
+            for piece in pieces:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+        print()
+        return
+    print(flush=True)
+    limit = session.model.config.max_position_embeddings
+    why = {
+        LENGTH: f"cut off after --max_new_tokens {session.how.max_new_tokens}",
+        CONTEXT: f"cut off: the context is full, {limit} tokens; /reset begins a new conversation",
+        LOOP: "cut off: it repeats itself; --loop_guard 0 would let it go on",
+    }
+    if session.ending in why:
+        say(why[session.ending])
+
+
+def say(text: str) -> None:
+    print(f"[{text}]", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Load, then answer --prompt, or lines until they end."""
+    parser = options()
+    args = parser.parse_args()
+    for stream_, errors in ((sys.stdin, "replace"), (sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
+        stream_.reconfigure(encoding="utf-8", errors=errors)
+    try:
+        session = open_session(args)
+        if args.prompt is None:
+            talk(session, typed_lines())
+        else:
+            answer(session, args.prompt)
+    except (ValueError, OSError) as problem:
+        parser.error(str(problem))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None  # as a shell counts it
+
+
+if __name__ == "__main__":
+    main()
