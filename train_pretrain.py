@@ -118,7 +118,7 @@ def main(args: argparse.Namespace) -> None:
             loader,
             EvalLoader(held_out, **share) if held_out else None,
             fingerprint={
-                "data": windows.fingerprint,
+                "data": windows.data_sha256,
                 "tokenizer": tokenizer.fingerprint,
                 "model": dataclasses.asdict(model.config),
             },

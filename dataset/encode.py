@@ -4,6 +4,7 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from array import array
@@ -150,15 +151,16 @@ class Encoder:
         )
         pending: deque[Future[Encoded]] = deque()
         try:
-            with pool:
-                for chunk in chunks:
-                    pending.append(pool.submit(_encode, chunk, parse_only()))
-                    if len(pending) > 2 * processes:
-                        yield pending.popleft().result()
-                while pending:
+            for chunk in chunks:
+                pending.append(pool.submit(_encode, chunk, parse_only()))
+                if len(pending) > 2 * processes:
                     yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         except BrokenProcessPool as error:
             raise RuntimeError("a tokenizing process was killed; the system does that when memory is short") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 # What a tokenizing process works with, put there when it begins: a tokenizer is too large to come with every chunk.
@@ -167,6 +169,8 @@ _encoders: list[Encoder] = []
 
 def _begin(parent: int, encoder: Encoder) -> None:
     live_and_die_with(parent)
+    # With this the pool ends its workers when one of them was killed.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoders.append(encoder)
 

@@ -65,11 +65,12 @@ def find_files(paths: list[str]) -> list[str]:
     found, problems = [], [] if paths else ["no data file was given"]
     for path in paths:
         if os.path.isdir(path):
-            files = _files_below(path)
+            files = _files_below(path, problems)
             problems += [] if files else [f"{path} is a folder without {', '.join(SEARCHED)} files, zipped or not"]
         elif not os.path.exists(path) and glob.has_magic(path):
-            matches = sorted(glob.glob(path, recursive=True))
-            files = [file for match in matches for file in (_files_below(match) if os.path.isdir(match) else [match])]
+            files = []
+            for match in sorted(glob.glob(path, recursive=True)):
+                files += _files_below(match, problems) if os.path.isdir(match) else [match]
             problems += [] if files else [f"{path} matches no file (looked from {os.getcwd()})"]
         else:
             files = [path]
@@ -83,10 +84,14 @@ def find_files(paths: list[str]) -> list[str]:
     return found
 
 
-def _files_below(folder: str) -> list[str]:
+def _files_below(folder: str, problems: list[str]) -> list[str]:
     """The data files in a folder and its folders; names beginning with a dot and other files are left out."""
     found, others, seen = [], [], set()
-    for place, folders, names in os.walk(folder, followlinks=True):
+
+    def complain(error: OSError) -> None:
+        problems.append(f"{error.filename} may not be listed ({error.strerror})")
+
+    for place, folders, names in os.walk(folder, onerror=complain, followlinks=True):
         if os.path.realpath(place) in seen:  # links that lead in a circle
             folders.clear()
             continue
@@ -180,10 +185,9 @@ def _head(path: str) -> tuple[bytes, bool]:
         return gzip.GzipFile(fileobj=file).read(HEAD_BYTES), True
 
 
-def utf8_share(content: bytes) -> float:
-    """How much of the bytes above ASCII is valid UTF-8; 0 where there are hardly any."""
-    foreign = _foreign(content)
-    return _foreign(content.decode("utf-8", errors="ignore").encode()) / foreign if foreign >= 16 else 0.0
+def utf8_bytes(content: bytes) -> tuple[int, int]:
+    """How many bytes are above ASCII, and how many of them belong to valid UTF-8."""
+    return _foreign(content), _foreign(content.decode("utf-8", errors="ignore").encode())
 
 
 def _foreign(content: bytes) -> int:
@@ -192,7 +196,8 @@ def _foreign(content: bytes) -> int:
 
 def guess_encoding(content: bytes) -> str | None:
     """An encoding in which bytes that are not UTF-8 could be meant; None where none of the usual ones fits."""
-    if utf8_share(content) > 0.5:
+    foreign, valid = utf8_bytes(content)
+    if valid > foreign / 2:
         return None  # UTF-8 with a damaged place
     for name in ("gb18030", "big5"):
         with contextlib.suppress(UnicodeDecodeError):

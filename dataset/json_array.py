@@ -20,11 +20,10 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class Element(NamedTuple):
-    """One value of an array; line: where it begins, from 1."""
+    """One value of an array, as it is written there; line: where it begins, from 1."""
 
     line: int
-    value: object
-    characters: int
+    text: str
 
 
 class ArrayReader:
@@ -66,12 +65,12 @@ class ArrayReader:
         line = self._line
         while True:
             try:
-                value, end = JSON.raw_decode(self._text, self._at)
+                _, end = JSON.raw_decode(self._text, self._at)
                 # Of a number more digits may follow.
                 if end < len(self._text) or self._ended:
-                    characters = end - self._at
+                    text = self._text[self._at : end]
                     self._pass(end)
-                    return Element(line, value, characters)
+                    return Element(line, text)
                 problem = "it ends in the middle"
             except RecursionError:
                 raise self._broken("nested too deeply") from None
@@ -92,9 +91,12 @@ class ArrayReader:
         self._at = end
 
     def _more(self) -> bool:
+        waiting = len(self._text) - self._at
+        if waiting > self._limit:
+            raise DataError(
+                f"{self._path}:{self._line}: an element of over {self._limit:,} characters; make it several"
+            )
         # As much again as is waiting: a long value is tried a few times, not once a block.
-        more = self._read(max(self._block, len(self._text) - self._at))
+        more = self._read(max(self._block, min(waiting, self._limit + 1 - waiting)))
         self._text, self._at, self._ended = self._text[self._at :] + more, 0, not more
-        if len(self._text) > self._limit:
-            raise self._broken(f"an element of over {self._limit:,} characters")
         return bool(more)

@@ -5,14 +5,16 @@ import gzip
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import islice
 from typing import BinaryIO, NamedTuple, TextIO
 
-from dataset.files import ARRAY, PARQUET, TEXT, DataError, Source, guess_encoding, naming, utf8_share
+from dataset.files import ARRAY, PARQUET, TEXT, DataError, Source, guess_encoding, naming, utf8_bytes
 from dataset.json_array import JSON, ArrayReader
 
 LINE_END = b"\n"
+CHAT_KEYS = {"conversations", "messages", "instruction"}
 # Measured: 1 MiB costs 10 % more CPU time than 256 KiB, 64 KiB no less. Memory grows by 100 bytes per byte in flight.
 CHUNK_BYTES = 1 << 18
 # Read, decoded, parsed and encoded, such a line takes about 1 GB.
@@ -51,10 +53,12 @@ class Chunk(NamedTuple):
         A value that could not be parsed comes as the BadRecord that says why. Plain text documents come as objects
         with their text under `text_key`.
         """
-        path, _, encoding, _ = self.source
+        path, kind, encoding, _ = self.source
         if isinstance(self.content, list):
             for place, value in self.content:
-                if isinstance(value, bytes):
+                if kind == ARRAY:
+                    value = _value_of_line(value, encoding)
+                elif kind == TEXT:
                     value = _document(value, encoding, text_key)
                 yield f"{path}:{place}", value
             return
@@ -102,8 +106,11 @@ def text_of(record: object, text_key: str) -> str:
     if not isinstance(record, dict):
         raise BadRecord(f"{_JSON_TYPES[type(record)]}, not an object")
     if text_key not in record:
-        keys = ", ".join(list(record)[:5]) or "none"
-        raise BadRecord(f'no "{text_key}" key', f"its keys: {keys}; --text_key names another")
+        keys = names(record) or "none"
+        chat = (
+            "chats are for train_sft.py, which is to come" if CHAT_KEYS & record.keys() else "--text_key names another"
+        )
+        raise BadRecord(f'no "{text_key}" key', f"its keys: {keys}; {chat}")
     text = record[text_key]
     if not isinstance(text, str):
         raise BadRecord(f'"{text_key}" is {_JSON_TYPES.get(type(text), type(text).__name__)}, not a string')
@@ -114,11 +121,13 @@ def text_of(record: object, text_key: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        found = ord(text[error.start])
-        if 0xDC80 <= found <= 0xDCFF:  # a byte that an array's encoding has no character for
-            raise BadRecord("not UTF-8", f"byte 0x{found - 0xDC00:02x}, or an escaped \\u{found:04x}") from None
-        raise BadRecord(f'"{text_key}" holds a lone surrogate', f"\\u{found:04x}") from None
+        raise BadRecord(f'"{text_key}" holds a lone surrogate', f"\\u{ord(text[error.start]):04x}") from None
     return text
+
+
+def names(keys: Iterable[str]) -> str:
+    """The first of some names that come from a data file, fit for a message: short, and without control characters."""
+    return ", ".join(repr(key)[1:-1][:40] for key in islice(keys, 5))
 
 
 class _Hashed(io.RawIOBase):
@@ -158,17 +167,22 @@ class _NotUtf8(io.RawIOBase):
 
     def __init__(self, source: Source, stream: BinaryIO) -> None:
         self._source, self._stream, self._passed = source, stream, 0
+        self._foreign = self._valid = 0  # bytes above ASCII, and those of them that are UTF-8
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:
         block = self._stream.read(len(buffer))
-        if utf8_share(block) > 0.9:
+        foreign, valid = utf8_bytes(block)
+        self._foreign, self._valid = self._foreign + foreign, self._valid + valid
+        # Two characters in another encoding may look like UTF-8, so a few are judged at the end of the file only.
+        few = self._foreign >= 6 and not block
+        if (foreign >= 16 and valid > 0.9 * foreign) or (few and self._valid > 0.9 * self._foreign):
             path, _, encoding, _ = self._source
             raise DataError(
-                f"{path} is UTF-8 (looked from byte {self._passed:,} on), but --encoding {encoding} was given, which "
-                "would garble it; leave it out"
+                f"{path} is UTF-8 (looked up to byte {self._passed + len(block):,}), but --encoding {encoding} was "
+                "given, which would garble it; leave it out"
             )
         buffer[: len(block)] = block
         self._passed += len(block)
@@ -222,7 +236,8 @@ def _document(content: bytes, encoding: str, text_key: str) -> object:
         text = _decode(content.removeprefix(codecs.BOM_UTF8), encoding)
     except BadRecord as bad:
         return bad
-    return {text_key: text.replace("\r\n", "\n").replace("\n\ufeff", "\n").strip("\n")}
+    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\n\ufeff", "\n")
+    return {text_key: text.strip("\n")}
 
 
 def _decode(content: bytes, encoding: str) -> str:
@@ -247,7 +262,7 @@ def _value_of_line(line: bytes, encoding: str) -> object:
     except BadRecord as bad:
         return bad
     except json.JSONDecodeError as error:
-        return BadRecord("not JSON", f"{error.msg} at column {error.colno}")
+        return BadRecord("not JSON", f"{error.msg.removesuffix(' at')} at column {error.colno}")
     except RecursionError:
         return BadRecord("not JSON", "nested too deeply")
     return _not_null(value)
@@ -264,8 +279,10 @@ def _array_chunks(source: Source, stream: BinaryIO) -> Iterator[Chunk]:
     reader = ArrayReader(source.path, partial(_read_text, source.path, text), CHUNK_BYTES, MAX_LINE_BYTES)
     content, held = [], 0
     for number, element in enumerate(reader.elements(), start=1):
-        content.append((f"{element.line} (element {number})", _not_null(element.value)))
-        held += element.characters
+        # As text, to be parsed again where it is used: a nested value may be too deep to be handed to a process.
+        written = element.text.encode(source.encoding, errors="surrogateescape")
+        content.append((f"{element.line} (element {number})", written))
+        held += len(written)
         if held >= CHUNK_BYTES:
             yield Chunk(source, 0, content, 0)
             content, held = [], 0
@@ -294,9 +311,9 @@ def _parquet_chunks(source: Source, digest: "hashlib._Hash", columns: list[str] 
         size = file.tell()
     try:
         with pyarrow.parquet.ParquetFile(path) as table:
-            names, rows, row = table.schema_arrow.names, table.metadata.num_rows, 0
-            if missing := [name for name in columns or () if name not in names]:
-                raise DataError(f'{path}: no column "{missing[0]}"; it has {", ".join(names)} (--text_key names one)')
+            found, rows, row = table.schema_arrow.names, table.metadata.num_rows, 0
+            if missing := [name for name in columns or () if name not in found]:
+                raise DataError(f'{path}: no column "{missing[0]}"; it has {names(found)} (--text_key names one)')
             for batch in table.iter_batches(256, columns=columns):
                 values = batch.to_pylist()
                 content = [(f"row {row + number}", value) for number, value in enumerate(values, 1)]

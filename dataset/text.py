@@ -30,6 +30,7 @@ class TextWindows:
         self.max_seq_len = max_seq_len
         self.documents = stream.documents
         self.text_bytes = stream.text_bytes
+        self.data_sha256 = stream.sha256
         self.fingerprint = hashlib.sha256(f"windows {stream.sha256} {max_seq_len} {keep_tail}".encode()).hexdigest()
         predicted = len(stream.tokens) - 1
         self._length = -(-predicted // max_seq_len) if keep_tail else predicted // max_seq_len
@@ -74,8 +75,8 @@ def text_windows(
 ) -> tuple[TextWindows, TextWindows | None]:
     """Return training windows and, from `val_path` or a share of the training files, validation windows.
 
-    builds: whether this process may build a token cache; others wait for it. Raises ValueError (DataError for bad
-    records) when the data cannot be used; see `open_token_cache`.
+    builds: whether this process builds a token cache at once; others let it go first. Raises ValueError (DataError for
+    bad records) when the data cannot be used; see `open_token_cache`.
     """
     if val_path and val_fraction:
         raise ValueError("--val_path and --val_fraction exclude each other; give one of them")

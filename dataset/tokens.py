@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 CACHE_FORMAT = 2
 SAMPLED_BLOCKS, SAMPLED_BYTES = 16, 1 << 16
 SPLITS = ("train", "val")
+BUILDER_COMES_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def open_token_cache(
 ) -> TokenCache:
     """Open the token cache of these files, folders and patterns, building it first where there is none.
 
-    Of several processes the one that gets the lock builds, and one without `builds` waits for that. Call it before a
+    Of several processes the one that gets the lock builds; one without `builds` lets others go first. Call it before a
     process group exists, because a build may take longer than the group's timeout. Whether a cache fits is decided by
     size, mtime and sampled blocks of each file: an edit that keeps size and mtime and misses the samples goes
     unnoticed.
@@ -88,8 +89,12 @@ def open_token_cache(
     sources = identify_all(find_files(paths), reading.encoding)
     folder = cache_dir / _cache_key(sources, tokenizer, reading.text_key, val_fraction)
     cache = _load(folder, tokenizer)
-    while cache is None and not builds:
+    waited = time.monotonic()
+    # After a while without a builder it is due to differing data or a slow first process, and waiting may be in vain.
+    while cache is None and not (builds or time.monotonic() > waited + BUILDER_COMES_SECONDS):
         time.sleep(0.05)
+        if _is_locked(folder.with_suffix(".lock")):
+            waited = time.monotonic()
         cache = _load(folder, tokenizer, aloud=False)
     if cache is None:
         with _naming_cache_dir(cache_dir):
@@ -157,6 +162,18 @@ def _naming_cache_dir(cache_dir: Path) -> Iterator[None]:
         ) from error
 
 
+def _is_locked(path: Path) -> bool:
+    """Whether somebody builds now."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 @contextlib.contextmanager
 def _build_lock(path: Path) -> Iterator[None]:
     """Hold the lock file; the kernel frees it the moment its holder dies, so nothing stale can block."""
@@ -182,6 +199,7 @@ def _build(
     folder: Path, sources: list[Source], tokenizer: TextTokenizer, reading: Reading, val_fraction: float
 ) -> None:
     temporary = folder.with_name(folder.name + ".tmp")
+    _remove_leftovers(folder.parent)
     for leftover in (temporary, folder):
         if leftover.exists():
             shutil.rmtree(leftover)
@@ -200,6 +218,14 @@ def _build(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _remove_leftovers(cache_dir: Path) -> None:
+    """Remove what killed builders left, of any data: whoever still builds holds the lock."""
+    for folder in cache_dir.glob("*.tmp"):
+        with open(folder.with_suffix(".lock"), "a", encoding="utf-8") as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _to_disk(file) -> None:

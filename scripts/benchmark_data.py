@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from dataset.tokenizer import load_tokenizer
 from dataset.tokens import open_token_cache
 from trainer.advice import cpus
+from trainer.options import new_parser
 
 LIBRARY_BATCH = 1000  # texts a call; 300 and 20,000 were slower
 SMALL_MODEL = (
@@ -93,7 +94,7 @@ def start_seconds(path: Path, tokenizer_path: str, run_dir: Path) -> Iterator[fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = new_parser(__doc__.splitlines()[0])
     parser.add_argument("--data_path", type=Path, default=Path("dataset/starter/pretrain.jsonl"), help="JSON lines")
     parser.add_argument("--tokenizer_path", default="model/tokenizer")
     parser.add_argument("--megabytes", type=int, default=1000, help="size of the whole file, MB")
@@ -102,14 +103,17 @@ def main() -> None:
     parser.add_argument("--work_dir", type=Path, default=Path("out/benchmark_data"), help="needs twice --megabytes")
     args = parser.parse_args()
     args.work_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        with args.data_path.open(encoding="utf-8") as file:
+            texts = [json.loads(line)["text"] for line in file]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        parser.error(f'--data_path {args.data_path}: not lines of {{"text": "..."}} ({problem!r})')
     with tempfile.TemporaryDirectory(dir=args.work_dir) as work_dir:
-        measure(args, Path(work_dir))
+        measure(args, texts, Path(work_dir))
 
 
-def measure(args: argparse.Namespace, work_dir: Path) -> None:
+def measure(args: argparse.Namespace, texts: list[str], work_dir: Path) -> None:
     """Make the files, time everything, print it."""
-    with args.data_path.open(encoding="utf-8") as file:
-        texts = [json.loads(line)["text"] for line in file]
     part, whole = work_dir / "part.jsonl", work_dir / "whole.jsonl"
     make_file(part, texts, min(args.part_megabytes, args.megabytes))
     make_file(whole, texts, args.megabytes)

@@ -64,7 +64,7 @@ else
         train "$@"
     fi
 fi
-wait "$training" || fail "the training ended with code $?; the lines above say why (to begin anew: rm -r $run)"
+wait "$training" || { code=$?; fail "the training ended with code $code; the lines above say why$([ $code -ne 78 ] || echo " (to begin anew: rm -r $run)")"; }
 trap - INT TERM HUP
 
 say "4/4 what it learnt (a checkpoint is a transformers folder; README.md says how to go on)"

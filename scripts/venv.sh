@@ -61,3 +61,7 @@ install() { # requirements file
     .venv/bin/python -m pip install $([ -t 1 ] || echo --quiet) -r "$1" || fail "pip could not install $1; the lines above say why"
     cp "$1" "$stamp"
 }
+
+if [ -n "${PYTHON:-}" ] && [ -x .venv/bin/python ]; then
+    say "PYTHON=$PYTHON is not looked at: .venv has a Python of its own (to change it: rm -r .venv)"
+fi

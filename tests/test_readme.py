@@ -46,7 +46,7 @@ NOT_RUN = {
     "python -m scripts.launch --nproc_per_node 8 train_pretrain.py": "eight processes; tests/test_survival.py runs two",
     "torchrun --nproc_per_node 8 train_pretrain.py": "eight processes",
     "python -m scripts.launch --nproc_per_node 2 train_pretrain.py ...": "26 minutes, and the reader's data",
-    "torchrun --nproc_per_node 2 train_pretrain.py --save_dir ...": "other options than MINIMIND_RUN, same program",
+    "python -m scripts.chat --load_from ...": "needs a trained model; tests/test_chat.py talks to one",
     "python train_pretrain.py --data_path mine.jsonl ...": "the reader's data; tests/test_records.py reads such files",
     "/usr/bin/time -v python train_pretrain.py ...": "needs a file of 1 GB",
     "python -m scripts.benchmark_train ...": "minutes, and its numbers are the machine's",

@@ -4,6 +4,7 @@ import codecs
 import gzip
 import hashlib
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -77,6 +78,7 @@ FAULTS = {
     "damaged UTF-8": ('{"text": "中文'.encode() + b'\xff"}', "not UTF-8 (byte 0xff at column 17)"),
     "surrogate": (b'{"text": "a \\ud800 b"}', '"text" holds a lone surrogate (\\ud800)'),
     "overlong": (b'{"text": "overlong \xc0\xaf"}', "not UTF-8"),
+    "odd key": (b'{"\\ud800\\u001b[3m\\n' + b"k" * 999 + b'": 1}', "(its keys: \\ud800\\x1b[3m\\nkkkk"),
     "lone CR": (b'{"text": "a"}\r{"text": "b"}', "not JSON"),
     "conflict marker": (b"<<<<<<< HEAD", "not JSON"),
 }
@@ -231,10 +233,31 @@ def test_bad_elements_of_an_array_are_named_by_line_and_number(tmp_path, tokeniz
     assert open_token_cache([str(path)], tokenizer, tmp_path / "cache", reading=SKIP).train.documents == 2
 
 
+def test_nesting_that_one_line_may_have_an_array_may_have_too(tmp_path, tokenizer):
+    record = '{"text": "deep", "x": ' + "[" * 700 + "]" * 700 + "}"
+    for name, content in (("a.jsonl", record), ("b.json", f'[{record}, {{"text": "b"}}]')):
+        (tmp_path / name).write_text(content)
+        cache = open_token_cache([str(tmp_path / name)], tokenizer, tmp_path / "cache")
+        assert cache.train.documents == 1 + (name == "b.json")
+
+
+@pytest.mark.parametrize("before", [1, 130, 230, 999])
+def test_the_limit_of_an_element_is_its_own_whatever_stands_around_it(tmp_path, monkeypatch, before):
+    monkeypatch.setattr(records, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 1000)
+    texts, path = ["x" * before, "w" * 980, *["y" * 50] * 40], tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": text} for text in texts]))
+    if before < 999:
+        assert read(path) == texts
+    path.write_text(json.dumps([{"text": text} for text in ("x" * before, "w" * 3000)]))
+    with pytest.raises(DataError, match=r"a.json:1: an element of over 1,000 characters"):
+        read(path)
+
+
 def test_a_bad_byte_in_an_array_costs_one_element(tmp_path, tokenizer):
     path = tmp_path / "a.json"
     path.write_bytes('[{"text": "好"},\n {"text": "'.encode() + b'\xff"},\n {"text": "b"}]')
-    with pytest.raises(DataError, match=r"a.json:2 \(element 2\): not UTF-8 \(byte 0xff"):
+    with pytest.raises(DataError, match=r"a.json:2 \(element 2\): not UTF-8 \(byte 0xff at column 11"):
         open_token_cache([str(path)], tokenizer, tmp_path / "cache")
     assert open_token_cache([str(path)], tokenizer, tmp_path / "cache", reading=SKIP).train.documents == 2
 
@@ -267,8 +290,14 @@ def test_a_declared_encoding_is_read_and_never_garbles(tmp_path, encoding, kind)
 def test_utf8_under_another_encoding_is_noticed_wherever_it_begins(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(lines(["a" * 300_000, "中文" * 9]), encoding="utf-8")
-    with pytest.raises(DataError, match=r"is UTF-8 \(looked from byte 262,144 on\), but --encoding gb18030"):
+    with pytest.raises(DataError, match=r"is UTF-8 \(looked up to byte 300,096\), but --encoding gb18030"):
         read(path, "gb18030")
+    path.write_text(lines(["plain English " * 9] * 100 + ["It’s a user’s file"]), encoding="utf-8")
+    with pytest.raises(DataError, match="is UTF-8"):
+        read(path, "gb18030")
+    # Bytes that are valid UTF-8 by chance, as the famous two characters, do not condemn a file.
+    path.write_text(lines(["联通"]), encoding="gb18030")
+    assert read(path, "gb18030") == ["联通"]
 
 
 def test_utf8_declared_with_a_mark_needs_none(tmp_path):
@@ -291,8 +320,8 @@ def test_plain_text_becomes_documents_that_end_at_blank_lines(tmp_path, monkeypa
         b"\n\nshort\r\n\r\nand longer than twenty\r\n\r\n \nnext\n\x85 \xe2\x80\xa8".replace(b"\x85", b"\xc2\x85")
     )
     assert read(path) == ["short\n\nand longer than twenty", "next\n\x85 \u2028"]
-    path.write_text("joined\n\ufefffiles")
-    assert read(path) == ["joined\nfiles"]
+    path.write_bytes("joined\n\ufefffiles\rof an old Mac".encode())
+    assert read(path) == ["joined\nfiles\nof an old Mac"]
     monkeypatch.setattr(records, "TEXT_DOCUMENT_LIMIT", 40)
     path.write_text("a line without a blank one\n" * 4)
     assert read(path) == ["a line without a blank one\na line without a blank one"] * 2
@@ -416,6 +445,22 @@ def test_links_that_lead_in_a_circle_are_followed_once(tmp_path):
     (other / "b.jsonl").write_text("x")
     (other / "up").symlink_to(tmp_path)
     assert find_files([str(tmp_path)]) == [str(tmp_path / "a.jsonl"), str(other / "b.jsonl")]
+
+
+def test_a_folder_that_may_not_be_listed_is_an_error(tmp_path, monkeypatch):
+    for name in ("a.jsonl", "sub/b.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("sub"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # root may list anything
+    with pytest.raises(ValueError, match=r"sub may not be listed \(Permission denied\)"):
+        find_files([str(tmp_path)])
 
 
 def test_all_files_that_are_no_data_are_named_at_once(tmp_path, tokenizer):

@@ -1,6 +1,7 @@
 """The token cache: what it holds, when it is built again, and what it says of files it cannot use."""
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset import records
+from dataset import records, tokens
 from dataset.files import DataError
 from dataset.tokenizer import TextTokenizer, load_tokenizer
 from dataset.tokens import open_token_cache
@@ -262,6 +263,34 @@ def test_a_process_that_may_not_build_waits_for_one_that_does(tmp_path, tokenize
     built = open_token_cache(*arguments).train.sha256
     assert found.get(timeout=30) == built
     waiting.join()
+
+
+def test_a_process_that_waits_in_vain_builds_after_a_while(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokens, "BUILDER_COMES_SECONDS", 0.1)
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    assert open_token_cache([path], tokenizer, tmp_path / "cache", builds=False).train.documents == len(TEXTS)
+
+
+def test_a_killed_tokenizing_process_ends_the_build_with_a_reason(tmp_path, tokenizer):
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS * 9000)
+    assert os.path.getsize(path) > 2 * records.CHUNK_BYTES
+    with pytest.raises(RuntimeError, match=r"a tokenizing process was killed; .*memory"):
+        open_token_cache([path], Watched(tokenizer, die), tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*/"))
+
+
+def test_a_build_removes_what_killed_builders_of_other_data_left(tmp_path, tokenizer):
+    left, held = tmp_path / "cache" / "a.tmp", tmp_path / "cache" / "b.tmp"
+    left.mkdir(parents=True)
+    held.mkdir()
+    with open(held.with_suffix(".lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        open_token_cache([write_jsonl(tmp_path / "a.jsonl", TEXTS)], tokenizer, tmp_path / "cache")
+    assert not left.exists()
+    assert held.exists()
 
 
 def test_a_killed_builder_leaves_nothing_in_the_way(tmp_path, tokenizer):
