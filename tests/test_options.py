@@ -107,6 +107,7 @@ def test_all_problems_come_in_one_message(capsys: pytest.CaptureFixture[str]) ->
         (["--save_dir", "a", "--out_dir", "b"], "give only --out_dir"),
         (["--val_path", "x", "--val_fraction", "0.1"], "give one"),
         (["--checkpoint", "5"], "unrecognized arguments"),
+        (["--learning_rat", "1e-3"], "did you mean --learning_rate?"),
         (["--compile", "maybe"], "neither true nor false"),
         (["--dtype", "int8"], "bfloat16"),
         (["--compile", "--ddp_bucket_cap_mb", "0.5"], "use 1 or more"),

@@ -1,8 +1,10 @@
 """Command-line options that the training scripts share, and the checks that need no data and no device."""
 
 import argparse
+import difflib
 import importlib.util
 import math
+import re
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -38,7 +40,11 @@ def add_switch(parser: argparse.ArgumentParser, *names: str, default: bool, help
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with the one sentence that matters, not with forty lines of usage before it."""
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+        hint = "--help lists the options"
+        if unknown := re.search(r"unrecognized arguments: (--[^\s=]+)", message):
+            if close := difflib.get_close_matches(unknown[1], self._option_string_actions, n=1):
+                hint = f"did you mean {close[0]}? {hint}"
+        self.exit(2, f"{self.prog}: error: {message} ({hint})\n")
 
 
 def new_parser(description: str) -> argparse.ArgumentParser:
