@@ -13,7 +13,7 @@ from trainer.ddp import Ranks
 # refused, and all others (logging, saving, workers, ...) are nobody's business.
 CHANGED_ALOUD = (
     "learning_rate", "base_batch_size", "lr_scaling", "lr_schedule", "warmup_steps", "weight_decay", "grad_clip",
-    "epochs", "max_steps", "val_path", "from_weight",
+    "epochs", "max_steps", "val_path",
 )  # fmt: skip
 
 BIT_CHANGING_OPTIONS = (
@@ -129,6 +129,10 @@ def changes_to_mention(saved: Saved, options: dict[str, object], now: dict[str, 
         for name in CHANGED_ALOUD
         if saved.options.get(name) != options.get(name)
     ]
+    if saved.options.get("from_weight") != options.get("from_weight"):
+        lines.append(
+            f"--from_weight {options.get('from_weight')} has no effect: the run goes on from its own checkpoint"
+        )
     changed = [f"{name} {was} -> {is_now}" for name, was, is_now in _differences(saved.environment, now)]
     if changed:
         lines.append(f"not bit-exact with the run so far: {', '.join(changed)}")

@@ -41,9 +41,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with the one sentence that matters, not with forty lines of usage before it."""
         hint = "--help lists the options"
-        if unknown := re.search(r"unrecognized arguments: (--[^\s=]+)", message):
-            if close := difflib.get_close_matches(unknown[1], self._option_string_actions, n=1):
-                hint = f"did you mean {close[0]}? {hint}"
+        unknown = re.search(r"unrecognized arguments: (--[^\s=]+)", message)
+        if unknown and (close := difflib.get_close_matches(unknown[1], self._option_string_actions, n=1)):
+            hint = f"did you mean {close[0]}? {hint}"
         self.exit(2, f"{self.prog}: error: {message} ({hint})\n")
 
 
