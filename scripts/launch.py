@@ -30,7 +30,7 @@ class Stop:
     """Whether the launcher was told to stop; the agent asks where it can take an exception."""
 
     def __init__(self, exit_file: Path):
-        self.exit_file = exit_file  # local rank 0 writes {"code": ...} there when it leaves
+        self.exit_file = exit_file  # {"code": ...} of local rank 0 when it leaves, or of one that failed before
         self.lock = threading.RLock()
         self.signal: signal.Signals | None = None
         self.has_ranks = False
@@ -102,7 +102,12 @@ def make_agent(stop: Stop) -> type:
                 name = stop.signal.name
                 say(f"{name}: the ranks finish their step and save it (to end at once, without: kill -9 {os.getpid()})")
                 raise SignalException(name, signal.SIGTERM)
-            if any(rank.poll() in (STOPPED, HOPELESS) for rank in self.ranks()):
+            failed = [rank.poll() for rank in self.ranks() if rank.poll()]
+            code = exit_code(failed, stopping=True)
+            if code not in (0, STOPPED) and not stop.exit_file.exists():
+                # Rank 0 will be told to stop, and shall know why.
+                stop.exit_file.write_text(json.dumps({"code": code}))
+            if any(code in (STOPPED, HOPELESS) for code in failed):
                 # torch would give the others 30 seconds, which may be less than they need for their save.
                 self._shutdown(timeout=self._shutdown_timeout)
             result = super()._monitor_workers(worker_group)

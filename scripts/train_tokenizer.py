@@ -11,7 +11,6 @@ conversations: 3.28 bytes per token on either (MiniMind's own vocabulary: 2.86 a
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
@@ -22,6 +21,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from dataset.files import DataError, find_files, identify
 from dataset.records import BadRecord, read_chunks, text_of
+from trainer.options import new_parser
 
 TEXT_KEY = "text"
 # Ids 0-20: never part of a text. The layout is minimind-3's, so that its chat templates and tool
@@ -139,7 +139,7 @@ def count_bytes_and_tokens(tokenizer: Tokenizer, texts: Iterator[str], batch: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = new_parser(__doc__.splitlines()[0])
     parser.add_argument(
         "--data_path", nargs="+", required=True, help="files, folders or patterns, of the kinds that training reads"
     )

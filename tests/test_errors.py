@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, TINY, curve, final_bytes, train, write_texts
-from trainer.monitor import Console
+from trainer.monitor import Console, Monitor
 
 HOPELESS = 78
 
@@ -250,3 +250,39 @@ def test_the_script_itself_says_one_sentence_and_no_traceback(
     assert ended.returncode == code
     assert part in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"), [(["--vocab_size", "9"], "--vocab_size 9"), (["--data_path", "/no/such.jsonl"], "/no/such.jsonl")]
+)
+def test_the_tokenizers_trainer_says_one_sentence_too(tmp_path: Path, argv: list[str], part: str) -> None:
+    command = [sys.executable, "-m", "scripts.train_tokenizer", "--data_path", "a", "--out_dir", str(tmp_path), *argv]
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert part in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_files_whose_names_are_not_utf_8_can_be_trained_on_and_are_written_down(options: list, tmp_path: Path) -> None:
+    data = tmp_path / os.fsdecode("你好.jsonl".encode("gbk"))
+    write_texts(data, 8)
+    assert train(*options, "--data_path", data, "--max_steps", 1) == 0
+    run = tmp_path / "run"
+    for path in [run / "options.json", *run.glob("step_*/*.json"), run / "exit.json"]:
+        json.loads(path.read_text(encoding="utf-8"))
+    assert json.loads((run / "options.json").read_text(encoding="utf-8"))["data_path"] == [str(data)]
+    started = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()[0]
+    assert str(data) in json.loads(started)["command"]
+
+
+def test_an_event_that_cannot_be_written_does_not_keep_the_code_from_being_written(
+    options: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def event(self: Monitor, kind: str, **details: object) -> None:
+        if kind == "ended":
+            raise TypeError("no JSON")
+
+    monkeypatch.setattr(Monitor, "event", event)
+    with pytest.raises(TypeError):
+        train(*options, "--max_steps", 1)
+    assert json.loads((tmp_path / "run" / "exit.json").read_text())["code"] == 0

@@ -307,3 +307,20 @@ def test_help_says_what_the_launcher_adds_and_lists_the_options_of_torchrun():
 )
 def test_the_ranks_codes_make_the_runs_code(codes: list[int], stopping: bool, expected: int):
     assert exit_code(codes, stopping) == expected
+
+
+def test_a_rank_that_torchrun_interrupts_before_training_does_not_keep_it_from_restarting(launch, tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    body = """
+pipe = folder / "pipe"
+if attempt:
+    ready(); end(0)
+if rank:
+    ready(); pipe.read_bytes(); os._exit(3)
+hold_signals(); ready(); pipe.write_bytes(b"")
+signal.sigwait({signal.SIGTERM}); leave(75, interrupted=True); sys.exit(75)
+"""
+    run = launch(body, "--max-restarts", "1", module="torch.distributed.run")
+    code, said = run.end()
+    assert code == 0, said
+    assert {"0.1", "1.1"} <= run.started()

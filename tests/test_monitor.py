@@ -242,3 +242,9 @@ def test_log_lines_stand_above_the_bar_and_do_not_tear_it(monkeypatch: pytest.Mo
     assert lines[0] == "saved step 1"
     assert " 1/30 " in lines[1]
     assert logging.root.handlers == [handler]
+
+
+def test_an_event_keeps_what_is_not_utf_8(tmp_path: Path) -> None:
+    name = os.fsdecode("你好".encode("gbk"))
+    Monitor(tmp_path).event("started", command=f"数据 {name}")
+    assert json.loads((tmp_path / "events.jsonl").read_text(encoding="utf-8"))["command"] == f"数据 {name}"

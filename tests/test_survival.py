@@ -202,3 +202,72 @@ def test_ctrl_c_pressed_again_and_again_still_ends_with_75(tmp_path: Path) -> No
     assert job.process.returncode == STOPPED, job.text()
     assert json.loads((job.run_dir / "exit.json").read_text())["code"] == STOPPED
     assert "Traceback" not in job.text()
+
+
+# train_pretrain.py whose first rank never gets past its tokenizer; the test says what the second does there.
+STUCK = """
+import os, signal
+import train_pretrain
+import trainer.run
+from trainer.options import parse_options
+
+trainer.run.FIRST_SPEAKS_SECONDS = 0
+
+def stay(folder):
+    if os.environ.get("RANK", "0") == "0":
+        open(os.environ["PIPE"], "w").close()
+        signal.pause()
+    {second}
+
+train_pretrain.load_tokenizer = stay
+train_pretrain.main(parse_options(train_pretrain.options()))
+"""
+
+
+def stuck(folder: Path, *launcher: object, second: str = "signal.pause()") -> Job:
+    """A run that is not training yet; its first rank opens folder/pipe once it is there."""
+    job = Job(folder, "stuck")
+    write_texts(folder / "texts.jsonl", 4)
+    (folder / "stuck.py").write_text(STUCK.format(second=second))
+    os.mkfifo(folder / "pipe")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PIPE": str(folder / "pipe")}
+    command = [str(part) for part in (sys.executable, *launcher, folder / "stuck.py", *job.options)]
+    with open(job.log, "ab") as log:
+        job.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    return job
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_before_training_ends_with_75_in_exit_json_too(tmp_path: Path, number: signal.Signals) -> None:
+    job = stuck(tmp_path)
+    (tmp_path / "pipe").read_bytes()
+    job.process.send_signal(number)
+    assert job.wait() == STOPPED, job.text()
+    told = json.loads((job.run_dir / "exit.json").read_text())
+    assert told == {"code": STOPPED, "reason": f"stopped by {number.name} before the first step"}
+    assert "Traceback" not in job.text()
+
+
+LAUNCHER = ("-m", "scripts.launch", "--nproc_per_node", 2)
+
+
+@pytest.mark.integration
+def test_a_signal_to_the_launcher_before_training_ends_with_75_in_exit_json_too(tmp_path: Path) -> None:
+    job = stuck(tmp_path, *LAUNCHER)
+    (tmp_path / "pipe").read_bytes()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == STOPPED, job.text()
+    assert json.loads((job.run_dir / "exit.json").read_text())["code"] == STOPPED
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(("failure", "code"), [("raise ValueError('bad data')", 78), ("os._exit(3)", 1)])
+def test_a_rank_stopped_because_another_failed_before_training_does_not_hide_that(
+    tmp_path: Path, failure: str, code: int
+) -> None:
+    job = stuck(tmp_path, *LAUNCHER, second=f"open(os.environ['PIPE']).read(); {failure}")
+    assert job.wait() == code, job.text()
+    told = json.loads((job.run_dir / "exit.json").read_text())
+    assert told["code"] == code
+    assert "another rank failed" in told["reason"]
+    assert "Traceback" not in job.text()

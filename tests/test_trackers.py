@@ -186,8 +186,21 @@ def test_without_a_key_or_a_server_that_answers_the_run_is_kept_offline_with_one
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1, warnings
     assert "wandb is offline (" in warnings[0]
+    assert ("no API key" in warnings[0]) == (key is None)
+    assert ("cannot be reached or does not take the key" in warnings[0]) == (key is not None)
     assert f"wandb sync {tmp_path / 'run'}/wandb/offline-run-*" in warnings[0]
     assert list(losses(tmp_path / "run")) == [row["step"] for row in offline_rows(tmp_path / "run")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "offline"])
+def test_wandb_mode_of_the_environment_keeps_a_run_off_the_network_and_is_mentioned(
+    options: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", mode)
+    assert train(*options, "--max_steps", 2, "--use_wandb") == 0
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [f"wandb is {mode}, not online: the environment has WANDB_MODE={mode}"]
+    assert [row["step"] for row in offline_rows(tmp_path / "run")] == ([1, 2] if mode == "offline" else [])
 
 
 class Server(ThreadingHTTPServer):

@@ -189,7 +189,8 @@ def write_json(path: Path, value: Any) -> None:
     """Write a JSON file that is, at every moment, absent, the old one or the new one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8", errors="surrogatepass") as file:
+        # What is not UTF-8, as a file name may be, becomes JSON's own escape for it.
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(value, file, ensure_ascii=False, indent=1)
             file.write("\n")
             file.flush()

@@ -212,7 +212,8 @@ class Monitor:
         if self.run_dir is None:
             return
         try:
-            with open(self.run_dir / "events.jsonl", "a", encoding="utf-8") as file:
+            # What is not UTF-8, as a file name may be, becomes JSON's own escape for it.
+            with open(self.run_dir / "events.jsonl", "a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(json.dumps({"time": time.time(), "event": kind, **details}, ensure_ascii=False) + "\n")
         except OSError as problem:
             log.warning("event %s %s could not be written: %s", kind, details, problem)

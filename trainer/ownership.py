@@ -197,11 +197,12 @@ def die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leave(code: int) -> None:
+def leave(code: int, interrupted: bool = False) -> None:
     """Tell the launcher how this rank ends; the caller then raises SystemExit(code) at once.
 
     Local rank 0 writes the code into LAUNCH_EXIT_FILE, which scripts.launch sets. A bare torchrun restarts ranks
-    that leave with 75 or 78; it is stopped by a SIGTERM from the rank.
+    that leave with 75 or 78; it is stopped by a SIGTERM from the rank. Not by one that was interrupted before training:
+    torchrun may have done that itself, to restart all ranks because of another.
     """
     path = os.environ.get("LAUNCH_EXIT_FILE")
     if path and os.environ.get("LOCAL_RANK", "0") == "0":
@@ -212,10 +213,19 @@ def leave(code: int) -> None:
         except OSError as error:
             log.warning("cannot tell the launcher the exit code %s: %s", code, error)
     bare = "TORCHELASTIC_RUN_ID" in os.environ and "LAUNCH_PID" not in os.environ
-    if bare and code in (STOPPED, HOPELESS):
+    if bare and code in (STOPPED, HOPELESS) and not interrupted:
         # torchrun answers with SIGTERM to every rank; this one is on its way out already.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.kill(os.getppid(), signal.SIGTERM)
+
+
+def failure_elsewhere() -> int | None:
+    """The code of the rank that failed and made scripts.launch stop this one; None where that is not why."""
+    try:
+        code = json.loads(Path(os.environ["LAUNCH_EXIT_FILE"]).read_bytes())["code"]
+    except (KeyError, OSError, ValueError):
+        return None
+    return None if code in (DONE, STOPPED) else code
 
 
 def _lock(lock: int, run_dir: Path, wait_seconds: float) -> bool:

@@ -2,7 +2,9 @@
 
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 # torchrun gives its ranks this long between SIGTERM and SIGKILL unless told otherwise.
@@ -12,19 +14,26 @@ TORCHRUN_GRACE_SECONDS = 30.0
 class StopFlag:
     """Remembers that a stop signal came; the training loop asks at the end of each step.
 
-    Installed only once training starts: before the first step there is nothing to save, and the default action ends
-    a process at once even where it waits inside a native call (a rendezvous, a file system).
+    Before the first step there is nothing to save: a signal raises KeyboardInterrupt. Not while ranks connect and
+    load: the default action ends a process at once even where it waits for the others inside a native call.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._before: dict[int, Any] = {}  # handlers
+
+    def arm(self) -> None:
+        """From now on the first stop signal raises KeyboardInterrupt; later ones are remembered only."""
+        self._before = self._handle(self._interrupt)
+
+    def disarm(self) -> None:
+        """Give back the handlers that `arm` found."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def install(self) -> None:
         """Take over the stop signals until the process ends. An ignored SIGHUP (nohup) stays ignored."""
-        for name in STOP_SIGNALS:
-            number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._remember)
+        self._handle(self._remember)
 
     def ignore(self) -> None:
         """From now on no stop signal ends the process: on its way out, Python would give the default action back."""
@@ -32,8 +41,18 @@ class StopFlag:
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), signal.SIG_IGN)
 
+    def _handle(self, handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+        numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
+        heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        return {number: signal.signal(number, handler) for number in heard}
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.install()  # another one must not interrupt the way out
+        self._remember(number, frame)
+        raise KeyboardInterrupt
 
 
 def stop_budget(step_seconds: float, save_seconds: float) -> tuple[str, bool] | None:

@@ -31,13 +31,14 @@ from trainer.ownership import (
     begun_by_this_launch,
     claim,
     die_with_parent,
+    failure_elsewhere,
     leave,
 )
 from trainer.plan import Plan
 from trainer.profiling import Pending, StepClock
 from trainer.recovery import StopFlag
 from trainer.snapshots import Snapshots
-from trainer.trackers import TensorBoard, Wandb
+from trainer.trackers import TensorBoard, Wandb, wandb_mode
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +62,10 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
         datefmt="%H:%M:%S",
     )
     run, code, reason = None, 1, "ended by an error; its traceback is on stderr"
+    stop, interrupted = StopFlag(), False
+    stop.arm()
     try:
-        run = Run(args, stage)
+        run = Run(args, stage, stop)
         yield run
         code, reason = run.outcome()
         run.ranks.disconnect()
@@ -72,8 +75,11 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
         run.owner, code, reason = None, HOPELESS, str(problem)
         log.error("%s", _ending(reason, code))
     except KeyboardInterrupt:
-        # Before training nobody has taken the signals over, and there is nothing to save.
-        code, reason = STOPPED, "stopped before the first step"
+        # Before training there is nothing to save.
+        interrupted = True
+        code, reason = STOPPED, f"stopped by {stop.received or 'SIGINT'} before the first step"
+        if failed := failure_elsewhere():
+            code, reason = failed, "stopped before the first step because another rank failed; stderr has its message"
         log.warning("%s", _ending(reason, code))
     except (ValueError, OSError) as problem:
         if run is not None and run.training:
@@ -81,13 +87,16 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
         if rank != "0":
             # Often all ranks find the same error, and the launcher ends the others as soon as one has left. Rank 0 has
             # to be that one, because it says the reason and writes exit.json.
+            stop.disarm()
             time.sleep(FIRST_SPEAKS_SECONDS)
         code, reason = HOPELESS if isinstance(problem, ValueError) else 1, str(problem)
         log.error("%s", _ending(reason, code))
     finally:
+        # Another signal must not undo what is saved and said.
+        stop.ignore()
         if run is not None:
             run.close(code, reason)
-    leave(code)
+    leave(code, interrupted)
     if code:
         raise SystemExit(code)
 
@@ -101,8 +110,8 @@ def _ending(reason: str, code: int) -> str:
 class Run:
     """One training run as this rank takes part in it."""
 
-    def __init__(self, args: argparse.Namespace, stage: str) -> None:
-        self.args, self.stage, self.dir = args, stage, Path(args.out_dir)
+    def __init__(self, args: argparse.Namespace, stage: str, stop: StopFlag) -> None:
+        self.args, self.stage, self.stop, self.dir = args, stage, stop, Path(args.out_dir)
         self.training = self._stopping = self._unsaved = False
         self._skips = ""  # what the end of the run has to say about them
         self._batches: Generator[StepBatch, None, None] | None = None
@@ -120,7 +129,6 @@ class Run:
             for note in args.notes:
                 log.warning("%s", note)
         self.monitor = Monitor(self.dir if self.ranks.is_first else None)
-        self.stop = StopFlag()
         torch.manual_seed(args.seed)
         if args.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -147,6 +155,8 @@ class Run:
         comes as a function, because a back end may replace the parameters first.
         """
         args = self.args
+        if self.world_size > 1:
+            self.stop.disarm()
         self.ranks.connect(args.ddp_timeout)
         model.activation_checkpointing = args.activation_checkpointing
         self.backend = build_backend(
@@ -236,9 +246,9 @@ class Run:
         kind = "resumed" if state.step else "started"
         self.monitor.event(kind, step=state.step, command=args.command, environment=snapshots.environment)
         self.monitor.sinks = [Jsonl(self.dir / "metrics.jsonl")]
-        if args.use_wandb:
+        if args.use_wandb and (mode := wandb_mode(args.wandb_mode)) != "disabled":
             size = f"Epoch-{plan.epochs:g}-BatchSize-{args.batch_size}-LearningRate-{args.learning_rate:g}"
-            names = {"project": args.wandb_project, "name": f"{args.wandb_project}-{size}", "mode": args.wandb_mode}
+            names = {"project": args.wandb_project, "name": f"{args.wandb_project}-{size}", "mode": mode}
             config = {**snapshots.options, "run": snapshots.fingerprint, "environment": snapshots.environment}
             steps = {"first_step": state.step, "total_steps": plan.total_steps}
             self.monitor.join("wandb", partial(Wandb, self.dir, config=config, **names, **steps))
@@ -366,20 +376,17 @@ class Run:
         """End the loader's workers, write exit.json, close the sinks and give the folder back.
 
         In this order: a dashboard may take seconds, in which we may be killed, and a sink writes into the folder.
-        Stop signals are ignored from here on: another one must not undo what is saved and said.
         """
         if self._batches is not None:
             # By hand: after an error its traceback keeps the loader alive, and Python waits for the workers at exit.
             self._batches.close()
         if self.owner is not None:
-            self.monitor.event("ended", code=code, reason=reason)
             with contextlib.suppress(OSError):
                 write_json(self.dir / "exit.json", {"code": code, "reason": reason})
+            self.monitor.event("ended", code=code, reason=reason)
         self.monitor.close()
         if self.owner is not None:
             self.owner.release()
-        if self.training:
-            self.stop.ignore()
 
 
 def is_due(step: int, interval: int) -> bool:

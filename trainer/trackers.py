@@ -114,6 +114,15 @@ class Wandb:
             self._wandb.teardown()
 
 
+def wandb_mode(asked: str) -> str:
+    """The mode to run in: WANDB_MODE in the environment may keep wandb off the network, or switch it off."""
+    there = os.environ.get("WANDB_MODE", "")
+    mode = {"dryrun": "offline", "offline": "offline", "disabled": "disabled"}.get(there, asked)
+    if mode != asked:
+        log.warning("wandb is %s, not %s: the environment has WANDB_MODE=%s", mode, asked, there)
+    return mode
+
+
 def _identity(path: Path, first_step: int) -> str:
     """The id of this run at wandb, kept in a file; a new one where the run begins at step 0."""
     if first_step:
@@ -161,7 +170,7 @@ def _why_not_online(wandb: ModuleType) -> str | None:
             wandb.setup(settings=wandb.Settings(**QUIET, **quick))
             has_key = wandb.login(prompt=False, verify=True)
     except Exception as problem:
-        return " ".join(str(problem).split())
+        return f"the server cannot be reached or does not take the key: {' '.join(str(problem).split())}"
     finally:
         # The hasty settings were for this question only.
         wandb.teardown()
