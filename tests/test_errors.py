@@ -176,6 +176,8 @@ def test_starting_weights_bring_their_architecture(options: list, caplog, tmp_pa
     assert train(*start) == 0
     (tmp_path / "run").rename(tmp_path / "moved")
     assert train(*start, "--max_steps", 2) == 0, "a resumed run needs the folder it started from no more"
+    assert train(*start, "--max_steps", 3, "--from_weight", tmp_path / "moved") == 0
+    assert f"--from_weight {tmp_path / 'moved'} has no effect" in caplog.text
     config = json.loads((tmp_path / "next" / "step_00000002" / "config.json").read_text())
     assert (config["hidden_size"], config["num_hidden_layers"]) == (64, 2)
 
