@@ -129,9 +129,14 @@ def test_file_of_blank_lines_is_an_error(tmp_path, tokenizer):
 def test_a_finished_cache_is_opened_without_being_touched(tmp_path, tokenizer):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     first = open_token_cache([path], tokenizer, tmp_path / "cache", 0.5)
-    before = {file: file.stat() for file in (tmp_path / "cache").rglob("*")}
+
+    def written() -> dict[Path, tuple[int, int, int]]:
+        status = {file: file.stat() for file in (tmp_path / "cache").rglob("*")}
+        return {file: (found.st_ino, found.st_size, found.st_mtime_ns) for file, found in status.items()}
+
+    before = written()
     second = open_token_cache([path], tokenizer, tmp_path / "cache", 0.5)
-    assert {file: file.stat() for file in (tmp_path / "cache").rglob("*")} == before
+    assert written() == before
     assert (second.folder, second.train.sha256, second.val.sha256) == (
         first.folder,
         first.train.sha256,
