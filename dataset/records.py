@@ -8,10 +8,11 @@ import json
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
-from typing import BinaryIO, NamedTuple, TextIO
+from typing import BinaryIO, NamedTuple
 
-from dataset.files import ARRAY, PARQUET, TEXT, DataError, Source, guess_encoding, naming, utf8_bytes
+from dataset.files import ARRAY, PARQUET, TEXT, DataError, Source, guess_encoding, naming
 from dataset.json_array import JSON, ArrayReader
+from dataset.streams import Hashed, NotUtf8, Utf8, read_text
 
 LINE_END = b"\n"
 CHAT_KEYS = {"conversations", "messages", "instruction"}
@@ -84,13 +85,15 @@ def read_chunks(source: Source, digest: "hashlib._Hash", columns: list[str] | No
             yield from _parquet_chunks(source, digest, columns)
             return
         with open(path, "rb", buffering=0) as file:
-            raw = io.BufferedReader(_Hashed(file, digest), CHUNK_BYTES)
+            raw = io.BufferedReader(Hashed(file, digest), CHUNK_BYTES)
             stream = gzip.GzipFile(fileobj=raw) if source.zipped else raw
             if source.encoding != "utf-8":
-                stream = io.BufferedReader(_NotUtf8(source, stream), CHUNK_BYTES)
+                stream = io.BufferedReader(NotUtf8(source, stream), CHUNK_BYTES)
             # Only in these does the byte of LF occur within other characters.
             if source.encoding.startswith(("utf-16", "utf-32")):
-                stream = io.BufferedReader(_Utf8(path, io.TextIOWrapper(stream, source.encoding, newline="")))
+                stream = io.BufferedReader(
+                    Utf8(path, CHUNK_BYTES, io.TextIOWrapper(stream, source.encoding, newline=""))
+                )
                 source = source._replace(encoding="utf-8")
             read = {ARRAY: _array_chunks, TEXT: _text_chunks}.get(source.kind, _line_chunks)
             before = 0
@@ -128,65 +131,6 @@ def text_of(record: object, text_key: str) -> str:
 def names(keys: Iterable[str]) -> str:
     """The first of some names that come from a data file, fit for a message: short, and without control characters."""
     return ", ".join(repr(key)[1:-1][:40] for key in islice(keys, 5))
-
-
-class _Hashed(io.RawIOBase):
-    """A file that shows every byte it gives to a digest."""
-
-    def __init__(self, file: BinaryIO, digest: "hashlib._Hash") -> None:
-        self._file, self._digest = file, digest
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:
-        count = self._file.readinto(buffer)
-        self._digest.update(buffer[:count])
-        return count
-
-
-class _Utf8(io.RawIOBase):
-    """Text in another encoding as UTF-8 bytes."""
-
-    def __init__(self, path: str, text: TextIO) -> None:
-        self._path, self._text, self._waiting = path, text, b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:
-        if not self._waiting:
-            self._waiting = _read_text(self._path, self._text, CHUNK_BYTES).encode()
-        count = min(len(buffer), len(self._waiting))
-        buffer[:count], self._waiting = self._waiting[:count], self._waiting[count:]
-        return count
-
-
-class _NotUtf8(io.RawIOBase):
-    """Bytes said to be in another encoding; UTF-8 would often read as that without an error, and be garbled."""
-
-    def __init__(self, source: Source, stream: BinaryIO) -> None:
-        self._source, self._stream, self._passed = source, stream, 0
-        self._foreign = self._valid = 0  # bytes above ASCII, and those of them that are UTF-8
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:
-        block = self._stream.read(len(buffer))
-        foreign, valid = utf8_bytes(block)
-        self._foreign, self._valid = self._foreign + foreign, self._valid + valid
-        # Two characters in another encoding may look like UTF-8, so a few are judged at the end of the file only.
-        few = self._foreign >= 6 and not block
-        if (foreign >= 16 and valid > 0.9 * foreign) or (few and self._valid > 0.9 * self._foreign):
-            path, _, encoding, _ = self._source
-            raise DataError(
-                f"{path} is UTF-8 (looked up to byte {self._passed + len(block):,}), but --encoding {encoding} was "
-                "given, which would garble it; leave it out"
-            )
-        buffer[: len(block)] = block
-        self._passed += len(block)
-        return len(block)
 
 
 def _line_chunks(source: Source, stream: BinaryIO) -> Iterator[Chunk]:
@@ -276,7 +220,7 @@ def _not_null(value: object) -> object:
 def _array_chunks(source: Source, stream: BinaryIO) -> Iterator[Chunk]:
     encoding = "utf-8-sig" if source.encoding == "utf-8" else source.encoding
     text = io.TextIOWrapper(stream, encoding, errors="surrogateescape", newline="")
-    reader = ArrayReader(source.path, partial(_read_text, source.path, text), CHUNK_BYTES, MAX_LINE_BYTES)
+    reader = ArrayReader(source.path, partial(read_text, source.path, text), CHUNK_BYTES, MAX_LINE_BYTES)
     content, held = [], 0
     for number, element in enumerate(reader.elements(), start=1):
         # As text, to be parsed again where it is used: a nested value may be too deep to be handed to a process.
@@ -287,15 +231,6 @@ def _array_chunks(source: Source, stream: BinaryIO) -> Iterator[Chunk]:
             yield Chunk(source, 0, content, 0)
             content, held = [], 0
     yield Chunk(source, 0, content, 0, last=True)
-
-
-def _read_text(path: str, text: TextIO, characters: int) -> str:
-    try:
-        return text.read(characters)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: not {error.encoding} as a whole ({error.reason}); convert it, or name its --encoding"
-        ) from error
 
 
 def _parquet_chunks(source: Source, digest: "hashlib._Hash", columns: list[str] | None) -> Iterator[Chunk]:
