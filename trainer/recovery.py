@@ -43,7 +43,8 @@ class StopFlag:
 
     def _handle(self, handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
         numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
-        heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        # A shell's background job begins with SIGINT ignored, and its launcher may send one all the same.
+        heard = [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
         return {number: signal.signal(number, handler) for number in heard}
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
