@@ -6,50 +6,90 @@ from its header, as when it is generated. Learned are an assistant's tokens, rea
 end token after them; nothing else.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
 
-from dataset.conversations import ASSISTANT, SYSTEM, USER, Conversation, conversation_of
-from dataset.records import BadRecord
-from dataset.rendering import CONTROLS, END, START, Piece, lay_out, prompt_header
+from dataset.conversations import (
+    ASSISTANT,
+    EMPTY_ANSWER,
+    NO_ANSWER,
+    SYSTEM,
+    THINK,
+    USER,
+    Conversation,
+    Turn,
+    conversation_of,
+)
+from dataset.encode import Encoded, text_hash, typecode
+from dataset.records import BadRecord, Chunk
+from dataset.rendering import CONTROLS, END, START, Piece, empty_think_block, lay_out, prompt_header
 from dataset.tokenizer import TextTokenizer
-from model.gpt import IGNORE_INDEX
+from dataset.tokens import MARKS, ROWS
+from model.loss import IGNORE_INDEX
 
-# Kinds of what the length limit does; the first is a bad record, the others are notes.
+# Kinds of what the length limit does; the first is a record that is dropped, the others are notes.
 TOO_LONG, CUT_ANSWER, SPLIT = "longer than --max_seq_len", "answer beyond --max_seq_len", "split for --max_seq_len"
+# Conversations that are as they should be, but of which nothing can be learned: counted and left out.
+DROPPED = (TOO_LONG, EMPTY_ANSWER, NO_ANSWER)
+# Of an id: it is to be predicted; an empty think block may go before it; a system turn may (of a row's first).
+LEARNED, TAKES_THINK, TAKES_SYSTEM = 1, 2, 4
+HEADER_PIECES = 2  # an assistant's: the start token, and its name with the line end
+CHAT_FORMAT = 1  # counts up when the same records become other rows
 
 
 class Block(NamedTuple):
-    """The ids of one turn, from its start token to the line end after its end token; results of tools share one."""
+    """The ids of one turn, from its start token to the line end after its end token; results of tools share one.
+
+    starts: where an answer without reasoning begins. text_bytes: UTF-8 bytes of the learned text.
+    """
 
     role: str
     ids: list[int]
     learned: list[bool]
+    starts: tuple[int, ...] = ()
+    text_bytes: int = 0
 
 
 class Row(NamedTuple):
-    """Ids of a conversation or of a part of it. learned: which of them the model is to predict."""
+    """Ids of a conversation or of a part of it. learned: which of them the model is to predict.
+
+    starts: where an answer without reasoning begins; takes_system: whether it has neither a system turn nor tools.
+    """
 
     ids: list[int]
     learned: list[bool]
+    starts: tuple[int, ...] = ()
+    takes_system: bool = False
+    text_bytes: int = 0
 
     def inputs_and_targets(self) -> tuple[list[int], list[int]]:
         """Return input ids and, for each, the id that should follow, or IGNORE_INDEX."""
         targets = [token if learned else IGNORE_INDEX for token, learned in zip(self.ids, self.learned, strict=True)]
         return self.ids[:-1], targets[1:]
 
+    def marks(self) -> list[int]:
+        """What the cache keeps beside each id: LEARNED, TAKES_THINK, TAKES_SYSTEM."""
+        marks = [LEARNED * learned for learned in self.learned]
+        for start in self.starts:
+            marks[start] |= TAKES_THINK
+        marks[0] |= TAKES_SYSTEM * self.takes_system
+        return marks
+
 
 @dataclass
 class EncodedChats:
     """What records became: `used` conversations, bad records by kind, blank lines; their sum is what was given.
 
-    rows: (number of the used conversation from 0, row); a long one has several. notes: what was odd in used ones.
+    rows: (number of the used conversation from 0, row); a long one has several. hashes: of the used conversations.
+    notes: what was odd in them.
     """
 
     rows: list[tuple[int, Row]] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
     used: int = 0
     blank_lines: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)  # (kind, "file:line: reason")
@@ -82,13 +122,69 @@ def encode_records(
             continue
         encoded.notes.update([*conversation.notes, *[CUT_ANSWER] * cut_answers, *[SPLIT] * (len(rows) > 1)])
         encoded.rows += [(encoded.used, row) for row in rows]
+        # Written differently, as in another format, it is the same conversation.
+        encoded.hashes.append(text_hash(repr((conversation.turns, conversation.tools)).encode("utf-8")))
         encoded.used += 1
     return encoded
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """Turns records into streams of ids, marks (a byte an id) and row lengths; see encode.Encoder."""
+
+    tokenizer: TextTokenizer
+    max_seq_len: int
+    val_fraction: float
+
+    @property
+    def columns(self) -> None:
+        """All of them: which hold a conversation depends on the format."""
+        return None
+
+    @property
+    def key(self) -> list[object]:
+        """See Encoder."""
+        return ["chats", CHAT_FORMAT, self.tokenizer.bos_id, self.tokenizer.eos_id, self.max_seq_len]
+
+    def encode(self, chunk: Chunk, parse_only: bool) -> Encoded:
+        """See Encoder. It is parsed and encoded at once, because a conversation's length decides whether it is used."""
+        chats = encode_records(chunk.records("text"), self.tokenizer, self.max_seq_len)
+        ids_type = typecode(self.tokenizer)
+        streams = tuple({"bin": array(ids_type), MARKS: array("B"), ROWS: array("I")} for _ in range(2))
+        encoded = Encoded(chunk.source.path, streams, [0, 0], [0, 0], chunk.read_bytes, chats.blank_lines)
+        encoded.text_hashes.extend(chats.hashes)
+        encoded.notes = chats.notes
+        for kind, line in chats.bad:
+            (encoded.dropped if kind in DROPPED else encoded.bad).append((kind, line))
+        # A conversation's parts stay together: what is held out must not be half known.
+        splits = [int(hashed / 2**64 < self.val_fraction) for hashed in chats.hashes]
+        for split in splits:
+            encoded.documents[split] += 1
+        for number, row in chats.rows:
+            split = splits[number]
+            encoded.text_bytes[split] += row.text_bytes
+            streams[split]["bin"].extend(row.ids)
+            streams[split][MARKS].extend(row.marks())
+            counts = (len(row.ids), sum(row.learned), len(row.starts), row.takes_system)
+            streams[split][ROWS].extend(counts)
+        return encoded
 
 
 def encode(conversations: Sequence[Conversation], tokenizer: TextTokenizer) -> list[list[Block]]:
     """Encode any number of conversations with one call of the tokenizer; returns the blocks of each."""
     return _encode([list(lay_out(conversation)) for conversation in conversations], tokenizer)
+
+
+def think_ids(tokenizer: TextTokenizer) -> list[int]:
+    """The ids of the empty think block that an answer may begin with."""
+    [[block]] = _encode([[(ASSISTANT, empty_think_block())]], tokenizer)
+    return block.ids
+
+
+def system_ids(text: str, tokenizer: TextTokenizer) -> list[int]:
+    """The ids of a system turn."""
+    [[block]] = encode([Conversation((Turn(SYSTEM, text),))], tokenizer)
+    return block.ids
 
 
 def prompt_ids(conversation: Conversation, tokenizer: TextTokenizer, open_thinking: bool = False) -> list[int]:
@@ -157,9 +253,15 @@ def _row(head: Sequence[Block], blocks: Sequence[Block]) -> list[Row]:
     last = max((number for number, block in enumerate(blocks) if any(block.learned)), default=None)
     if last is None:
         return []
+    ids: list[int] = []
+    learned: list[bool] = []
+    starts: list[int] = []
     parts = [*head, *blocks[: last + 1]]
-    ids, learned = ([value for part in parts for value in part[field]] for field in (1, 2))
-    return [Row(ids, learned)]
+    for part in parts:
+        starts += [len(ids) + start for start in part.starts]
+        ids += part.ids
+        learned += part.learned
+    return [Row(ids, learned, tuple(starts), not head, sum(part.text_bytes for part in parts))]
 
 
 def _encode(laid_out: list[list[tuple[str, list[Piece]]]], tokenizer: TextTokenizer) -> list[list[Block]]:
@@ -170,17 +272,21 @@ def _encode(laid_out: list[list[tuple[str, list[Piece]]]], tokenizer: TextTokeni
     }
     joined = [[(role, _joined(pieces, controls)) for role, pieces in blocks] for blocks in laid_out]
     texts = list(
-        {text: None for blocks in joined for _, pieces in blocks for text, control, _ in pieces if not control}
+        {piece.text: None for blocks in joined for _, pieces in blocks for piece in pieces if not piece.is_control}
     )
     ids_of = dict(zip(texts, tokenizer.encode_texts(texts), strict=True))
 
     def block(role: str, pieces: list[Piece]) -> Block:
         ids: list[int] = []
         learned: list[bool] = []
-        for piece in pieces:
+        starts, text_bytes = [], 0
+        for number, piece in enumerate(pieces):
+            text_bytes += len(piece.text.encode("utf-8")) if piece.learned and not piece.is_control else 0
+            if role == ASSISTANT and number == HEADER_PIECES and not piece.text.startswith(THINK):
+                starts.append(len(ids))
             ids += [controls[piece.text]] if piece.is_control else ids_of[piece.text]
             learned += [piece.learned] * (len(ids) - len(learned))
-        return Block(role, ids, learned)
+        return Block(role, ids, learned, tuple(starts), text_bytes)
 
     return [[block(role, pieces) for role, pieces in blocks] for blocks in joined]
 
@@ -191,10 +297,11 @@ def _joined(pieces: Iterable[Piece], controls: dict[str, int | None]) -> list[Pi
     A control token that the vocabulary lacks is text: MiniMind's older ones have neither think nor tool tokens.
     """
     joined: list[Piece] = []
-    for text, is_control, learned in pieces:
+    for text, is_control, learned, apart in pieces:
         is_control = is_control and controls[text] is not None
-        if joined and not (is_control or joined[-1].is_control) and learned == joined[-1].learned:
-            joined[-1] = Piece(joined[-1].text + text, False, learned)
+        before = joined[-1] if joined else None
+        if before and not (is_control or before.is_control or before.apart) and learned == before.learned:
+            joined[-1] = Piece(before.text + text, False, learned, apart)
         else:
-            joined.append(Piece(text, is_control, learned))
+            joined.append(Piece(text, is_control, learned, apart))
     return [piece for piece in joined if piece.text]

@@ -53,6 +53,7 @@ THINK, END_THINK = "<think>", "</think>"
 
 # What is counted of conversations that are used in part.
 EMPTY_ANSWER, EARLY_ANSWER, UNANSWERED = "empty answer", "answer before any question", "turns after the last answer"
+NO_ANSWER = "no answer"
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ def _choose_trained(turns: list[Turn]) -> tuple[list[Turn], tuple[str, ...]]:
             turns[number] = replace(turn, trained=False)
     answers = [number for number, turn in enumerate(turns) if turn.trained]
     if not answers:
-        raise BadRecord(EMPTY_ANSWER if empty else "no answer")
+        raise BadRecord(EMPTY_ANSWER if empty else NO_ANSWER)
     if len(turns) > answers[-1] + 1:
         notes.append(UNANSWERED)
     return turns[: answers[-1] + 1], tuple(notes)

@@ -1,4 +1,4 @@
-"""Records -> token ids of their texts, in order and on all cores, and an account of what was found on the way."""
+"""Records -> token ids, in order and on all cores, and an account of what was found on the way."""
 
 import hashlib
 import logging
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
+from typing import Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -31,26 +32,36 @@ BAD_RECORDS_SHOWN = 20
 
 @dataclass
 class Encoded:
-    """What one chunk became, per split: ids, documents, UTF-8 bytes; and the records that were no text."""
+    """What one chunk became, per split: streams by name, documents, UTF-8 bytes; and the records that are not used.
 
-    ids: tuple[array, ...]
+    bad: no record of this kind; dropped: good ones that a rule leaves out; both (kind, "file:line: reason").
+    notes: what was odd about used ones.
+    """
+
+    path: str  # of the file
+    streams: tuple[dict[str, array], ...]
     documents: list[int]
     text_bytes: list[int]
     read_bytes: int
     blank_lines: int = 0
     text_hashes: array = field(default_factory=lambda: array("Q"))
-    bad: list[tuple[str, str]] = field(default_factory=list)  # (kind, "file:line: reason")
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    dropped: list[tuple[str, str]] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
 class Report:
-    """What the sources held beside good records. bad: number of bad records by kind; duplicates: of other texts."""
+    """What the sources held. records: used ones; bad, dropped, notes: how many by kind; duplicates: of other texts."""
 
     records: int = 0
     duplicates: int = 0
     blank_lines: int = 0
     bad: dict[str, int] = field(default_factory=dict)
     first_bad: list[str] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=dict)
+    first_dropped: list[str] = field(default_factory=list)
+    notes: dict[str, int] = field(default_factory=dict)
 
     def add(self, encoded: Encoded) -> None:
         """Count one chunk."""
@@ -58,6 +69,9 @@ class Report:
         self.blank_lines += encoded.blank_lines
         self.bad = dict(Counter(self.bad) + Counter(kind for kind, _ in encoded.bad))
         self.first_bad += [line for _, line in encoded.bad[: BAD_RECORDS_SHOWN - len(self.first_bad)]]
+        self.dropped = dict(Counter(self.dropped) + Counter(kind for kind, _ in encoded.dropped))
+        self.first_dropped += [line for _, line in encoded.dropped[: BAD_RECORDS_SHOWN - len(self.first_dropped)]]
+        self.notes = dict(Counter(self.notes) + encoded.notes)
 
     def refuse_bad(self) -> None:
         """Raise DataError if there is a bad record, with the counts by kind and the first 20."""
@@ -73,6 +87,21 @@ class Report:
         # Not as warnings: those are heard from every rank, and all have read the same.
         if self.bad:
             log.info("left out %s; the first: %s", self.counts(), self.first_bad[0])
+        if self.dropped or self.notes:
+            dropped, bad = sum(self.dropped.values()), sum(self.bad.values())
+            log.info(
+                "%d conversations = %d used + %d dropped + %d bad",
+                self.records + dropped + bad,
+                self.records,
+                dropped,
+                bad,
+            )
+        if self.dropped:
+            more = sum(self.dropped.values()) - len(self.first_dropped)
+            lines = [f"dropped: {_kinds(self.dropped)}", *self.first_dropped, *[f"... and {more} more"] * (more > 0)]
+            log.info("%s", "\n  ".join(lines))
+        if self.notes:
+            log.info("of the used: %s", _kinds(self.notes))
         if self.duplicates:
             log.info("%d of %d texts are duplicates of another; all are kept", self.duplicates, self.records)
         if self.blank_lines:
@@ -80,13 +109,17 @@ class Report:
 
     def counts(self) -> str:
         """How many records were bad, by kind."""
-        bad = sum(self.bad.values())
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.bad.items(), key=lambda kind: -kind[1]))
-        return f"{bad:,} bad of {self.records + bad:,} records" + (f": {kinds}" if kinds else "")
+        bad, dropped = sum(self.bad.values()), sum(self.dropped.values())
+        counts = f"{bad:,} bad of {self.records + dropped + bad:,} records" + (f": {_kinds(self.bad)}" if bad else "")
+        return counts + (f", {dropped:,} dropped: {_kinds(self.dropped)}" if dropped else "")
 
     def as_dict(self) -> dict[str, object]:
         """For a JSON file; Report(**...) reads it back."""
         return asdict(self)
+
+
+def _kinds(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items(), key=lambda kind: -kind[1]))
 
 
 def text_hash(utf8: bytes) -> int:
@@ -94,21 +127,55 @@ def text_hash(utf8: bytes) -> int:
     return int.from_bytes(hashlib.sha256(utf8).digest()[:8], "big")
 
 
-@dataclass(frozen=True)
-class Encoder:
-    """Turns chunks into documents BOS ids EOS, split by their hash into training and validation.
+class Encoder(Protocol):
+    """Turns chunks into streams of numbers, each record into training or validation by its hash."""
 
-    typecode: of the id arrays.
-    """
+    tokenizer: TextTokenizer
+    val_fraction: float
+
+    @property
+    def columns(self) -> list[str] | None:
+        """What is read of a parquet file; None: all."""
+        ...
+
+    @property
+    def key(self) -> list[object]:
+        """All that decides the result beside the files; JSON's types."""
+        ...
+
+    def encode(self, chunk: Chunk, parse_only: bool) -> Encoded:
+        """Encode one chunk. parse_only: only count and find bad records."""
+        ...
+
+
+def typecode(tokenizer: TextTokenizer) -> str:
+    """Of an array of ids: two bytes where they are enough, else four."""
+    return "H" if tokenizer.vocab_size <= 1 << 16 else "I"
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Turns texts into one stream of documents BOS ids EOS."""
 
     tokenizer: TextTokenizer
     text_key: str
     val_fraction: float
-    typecode: str
+
+    @property
+    def columns(self) -> list[str]:
+        """The one with the text."""
+        return [self.text_key]
+
+    @property
+    def key(self) -> list[object]:
+        """See Encoder."""
+        return [self.tokenizer.bos_id, self.tokenizer.eos_id, self.text_key]
 
     def encode(self, chunk: Chunk, parse_only: bool) -> Encoded:
-        """Encode one chunk. parse_only: only count and find bad records."""
-        encoded = Encoded((array(self.typecode), array(self.typecode)), [0, 0], [0, 0], chunk.read_bytes)
+        """See Encoder."""
+        ids_of = (array(typecode(self.tokenizer)), array(typecode(self.tokenizer)))
+        streams = tuple({"bin": ids} for ids in ids_of)
+        encoded = Encoded(chunk.source.path, streams, [0, 0], [0, 0], chunk.read_bytes)
         texts, splits = [], []
         for place, record in chunk.records(self.text_key):
             if record is None:
@@ -129,38 +196,39 @@ class Encoder:
             encoded.text_bytes[split] += len(utf8)
         if not parse_only:
             for split, ids in zip(splits, self.tokenizer.encode_texts(texts), strict=True):
-                encoded.ids[split].append(self.tokenizer.bos_id)
-                encoded.ids[split].fromlist(ids)
-                encoded.ids[split].append(self.tokenizer.eos_id)
+                ids_of[split].append(self.tokenizer.bos_id)
+                ids_of[split].fromlist(ids)
+                ids_of[split].append(self.tokenizer.eos_id)
         return encoded
 
-    def encode_all(
-        self, chunks: Iterable[Chunk], total_bytes: int, parse_only: Callable[[], bool]
-    ) -> Iterator[Encoded]:
-        """Encode a chunk on every core at a time and yield the results in the order of the chunks.
 
-        total_bytes: of the files, so that a small one starts no more processes than it has chunks.
-        """
-        # Processes, each with one thread: 11.3 MB/s where the library's own threads and Python's lock gave 10.0. They
-        # are forked, before any other thread exists, because starting afresh would cost each a second of imports.
-        # macOS does not say on which CPUs a process may run.
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        processes = min(cpus, MOST_PROCESSES, 1 + total_bytes // CHUNK_BYTES)
-        pool = ProcessPoolExecutor(
-            processes, multiprocessing.get_context("fork"), initializer=_begin, initargs=(os.getpid(), self)
-        )
-        pending: deque[Future[Encoded]] = deque()
-        try:
-            for chunk in chunks:
-                pending.append(pool.submit(_encode, chunk, parse_only()))
-                if len(pending) > 2 * processes:
-                    yield pending.popleft().result()
-            while pending:
+def encode_all(
+    encoder: Encoder, chunks: Iterable[Chunk], total_bytes: int, parse_only: Callable[[], bool]
+) -> Iterator[Encoded]:
+    """Encode a chunk on every core at a time and yield the results in the order of the chunks.
+
+    total_bytes: of the files, so that a small one starts no more processes than it has chunks.
+    """
+    # Processes, each with one thread: 11.3 MB/s where the library's own threads and Python's lock gave 10.0. They
+    # are forked, before any other thread exists, because starting afresh would cost each a second of imports.
+    # macOS does not say on which CPUs a process may run.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = min(cpus, MOST_PROCESSES, 1 + total_bytes // CHUNK_BYTES)
+    pool = ProcessPoolExecutor(
+        processes, multiprocessing.get_context("fork"), initializer=_begin, initargs=(os.getpid(), encoder)
+    )
+    pending: deque[Future[Encoded]] = deque()
+    try:
+        for chunk in chunks:
+            pending.append(pool.submit(_encode, chunk, parse_only()))
+            if len(pending) > 2 * processes:
                 yield pending.popleft().result()
-        except BrokenProcessPool as error:
-            raise RuntimeError("a tokenizing process was killed; the system does that when memory is short") from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise RuntimeError("a tokenizing process was killed; the system does that when memory is short") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # What a tokenizing process works with, put there when it begins: a tokenizer is too large to come with every chunk.

@@ -26,11 +26,15 @@ CONTROLS = (START, END, THINK, END_THINK, CALL, END_CALL, RESPONSE, END_RESPONSE
 
 
 class Piece(NamedTuple):
-    """Text that is encoded as it stands, or the name of a control token."""
+    """Text that is encoded as it stands, or the name of a control token.
+
+    apart: not joined with the text that follows, so that it has the ids it has in a prompt that ends with it.
+    """
 
     text: str
     is_control: bool = False
     learned: bool = False
+    apart: bool = False
 
 
 def lay_out(conversation: Conversation) -> Iterator[tuple[str, list[Piece]]]:
@@ -58,7 +62,12 @@ def prompt_header(open_thinking: bool, empty_think: bool) -> list[Piece]:
     """What an answer follows, as the template's generation prompt."""
     if open_thinking:
         return [*_header(ASSISTANT), Piece(THINK, True), Piece("\n")]
-    return [*_header(ASSISTANT), *(_think_block("\n", learned=False) if empty_think else ())]
+    return [*_header(ASSISTANT), *(empty_think_block(learned=False) if empty_think else ())]
+
+
+def empty_think_block(learned: bool = True) -> list[Piece]:
+    """What an answer without reasoning begins with under `empty_think`."""
+    return _think_block("\n", learned)
 
 
 def rendered(conversation: Conversation) -> str:
@@ -67,7 +76,8 @@ def rendered(conversation: Conversation) -> str:
 
 
 def _header(role: str) -> list[Piece]:
-    return [Piece(START, True), Piece(role + "\n")]
+    # An answer is generated behind its header, so it is encoded apart from it, learned or not.
+    return [Piece(START, True), Piece(role + "\n", apart=role == ASSISTANT)]
 
 
 def _footer(learned: bool = False) -> list[Piece]:
@@ -99,5 +109,6 @@ def _answer(turn: Turn, empty_think: bool) -> Iterator[Piece]:
 
 
 def _think_block(thought: str, learned: bool) -> list[Piece]:
-    inside, after = Piece("\n" + thought, False, learned), Piece("\n\n", False, learned)
+    # A prompt may end with the empty block, and the answer then begins anew.
+    inside, after = Piece("\n" + thought, False, learned), Piece("\n\n", False, learned, apart=thought == "\n")
     return [Piece(THINK, True, learned), inside, Piece(END_THINK, True, learned), after]

@@ -1,9 +1,7 @@
 """Conversations that change from epoch to epoch: MiniMind's random system prompts and empty think blocks."""
 
 import random
-from dataclasses import dataclass, replace
-
-from dataset.conversations import SYSTEM, Conversation, Turn
+from dataclasses import dataclass
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -23,22 +21,17 @@ SYSTEM_PROMPTS = (
 class Variation:
     """Shares of the conversations, 0 to 1, that get a system prompt, and an empty think block in every answer.
 
-    minimind-3 has 0.2 and 0.2, its predecessor 0.2 and 0.05. The empty block teaches a model that also reasons to
-    answer at once where the prompt closes the block for it.
+    One with tools or a system turn keeps what it has, and so do answers with reasoning. minimind-3 has 0.2 and 0.2, its
+    predecessor 0.2 and 0.05. The empty block teaches a model that also reasons to answer at once where the prompt
+    closes the block for it.
     """
 
     seed: int = 0
     system_prompt_share: float = 0.0
     empty_think_share: float = 0.0
 
-    def of(self, conversation: Conversation, epoch: int, index: int) -> Conversation:
-        """Return a conversation as it is in this epoch: a function of seed, epoch and index, on any rank or worker.
-
-        One with tools or a system turn keeps what it has; answers with reasoning keep it.
-        """
+    def draw(self, epoch: int, index: int) -> tuple[str | None, bool]:
+        """Which system prompt, if any, and whether the empty block, in this epoch: the same on any rank or worker."""
         draw = random.Random(f"{self.seed} {epoch} {index}")
         system, prompt, empty = draw.random(), draw.choice(SYSTEM_PROMPTS), draw.random()
-        turns = conversation.turns
-        if system < self.system_prompt_share and not conversation.tools and turns[0].role != SYSTEM:
-            turns = (Turn(SYSTEM, prompt), *turns)
-        return replace(conversation, turns=turns, empty_think=empty < self.empty_think_share)
+        return prompt if system < self.system_prompt_share else None, empty < self.empty_think_share

@@ -413,7 +413,8 @@ def test_every_answer_is_in_one_row_or_counted_whatever_the_shape():
             rows, cut = fit(blocks, limit)
         except BadRecord:
             rows, cut = [], answers
-        learned = Counter(token for row in rows for token, is_learned in zip(*row, strict=True) if is_learned)
+        pairs = [pair for row in rows for pair in zip(row.ids, row.learned, strict=True)]
+        learned = Counter(token for token, is_learned in pairs if is_learned)
         assert set(learned.values()) <= {2}
         assert len(learned) + cut == answers
         assert all(row.learned[-1] and len(row.ids) - 1 <= limit for row in rows)
@@ -429,26 +430,16 @@ def test_length_limit_is_counted_by_name(tokenizer):
 
 
 def test_variation_follows_seed_epoch_and_index_alone():
-    plain = conversation_of(minimind(ASKS, ANSWERS))
     variation = Variation(seed=1, system_prompt_share=0.2, empty_think_share=0.3)
-    varied = [variation.of(plain, epoch, index) for epoch in range(4) for index in range(500)]
-    assert varied == [variation.of(plain, epoch, index) for epoch in range(4) for index in range(500)]
-    assert varied[:500] != varied[500:1000]
-    assert varied[:500] != [Variation(2, 0.2, 0.3).of(plain, 0, index) for index in range(500)]
-    prompts = Counter(conversation.turns[0].content for conversation in varied if len(conversation.turns) == 3)
+    drawn = [variation.draw(epoch, index) for epoch in range(4) for index in range(500)]
+    assert drawn == [variation.draw(epoch, index) for epoch in range(4) for index in range(500)]
+    assert drawn[:500] != drawn[500:1000]
+    assert drawn[:500] != [Variation(2, 0.2, 0.3).draw(0, index) for index in range(500)]
+    prompts = Counter(prompt for prompt, _ in drawn if prompt)
     assert set(prompts) == set(SYSTEM_PROMPTS)
     assert 340 < sum(prompts.values()) < 460
-    assert 530 < sum(conversation.empty_think for conversation in varied) < 670
-    assert Variation().of(plain, 0, 0) == plain
-
-
-def test_variation_leaves_tools_system_turns_and_reasoning_alone():
-    variation = Variation(system_prompt_share=1, empty_think_share=1)
-    for name in ("tools without a system turn", "system, many turns"):
-        conversation = conversation_of(CASES[name])
-        assert variation.of(conversation, 0, 0).turns == conversation.turns
-    text = rendered(variation.of(conversation_of(CASES["thinking in some answers"]), 0, 0))
-    assert text.count("<think>\n想一想。\n\nYes.\n</think>\n\nIt") == text.count("<think>\n\n</think>\n\nIt") == 1
+    assert 530 < sum(empty for _, empty in drawn) < 670
+    assert Variation().draw(0, 0) == (None, False)
 
 
 @pytest.mark.parametrize(
@@ -509,7 +500,7 @@ def test_all_rows_and_answers_of_the_real_conversations_are_accounted_for(tokeni
         rows += len(encoded.rows)
         for _, row in encoded.rows:
             assert len(row.ids) <= 769
-            learned += sum(token == END for token, is_learned in zip(*row, strict=True) if is_learned)
+            learned += sum(token == END for token, is_learned in zip(row.ids, row.learned, strict=True) if is_learned)
     assert {kind for kind, _ in bad} == {TOO_LONG}
     assert set(notes) == {SPLIT, CUT_ANSWER}
     assert used + len(bad) == len(lines) == 6282
