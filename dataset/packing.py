@@ -75,7 +75,9 @@ class PackedChats:
         name: str = "",
     ) -> None:
         self.stream, self.max_seq_len, self.tokenizer, self.name = stream, max_seq_len, tokenizer, name
-        self.variation = variation
+        self.variation = (
+            variation if variation and (variation.system_prompt_share or variation.empty_think_share) else None
+        )
         self.data_sha256, self.text_bytes, self.documents = stream.sha256, stream.text_bytes, stream.documents
         lengths, learned, thinks, systems = stream.rows.astype(np.int64).T
         self._ends = np.cumsum(lengths)
@@ -83,7 +85,7 @@ class PackedChats:
         self._rows, self._bins = pack(lengths - 1 + self._reserve(lengths - 1, thinks, systems), max_seq_len)
         self.target_counts = np.add.reduceat(learned[self._rows], self._bins[:-1])
         self.filled = float((lengths - 1).sum() / (len(self) * max_seq_len))  # share of positions that hold a token
-        described = ["chats", stream.sha256, max_seq_len, None if variation is None else repr(variation)]
+        described = ["chats", stream.sha256, max_seq_len, repr(self.variation)]
         self.fingerprint = hashlib.sha256(repr(described).encode()).hexdigest()
 
     def __len__(self) -> int:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 # Characters. A longer text is encoded in pieces; within the last part of one its end is looked for, on this context.
 LONG_TEXT, CUT_SEARCH, CUT_CONTEXT = 1 << 18, 1 << 13, 256
+DEFAULT_FOLDER = "model/tokenizer"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _FILES_NEEDED = " and ".join(TOKENIZER_FILES)
 
@@ -104,6 +105,18 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
         _raw=_build(_without_added_tokens(description), folder),
         _full=full,
     )
+
+
+def tokenizer_folder(given: str | None, weights: Path | None) -> Path:
+    """Where the tokenizer of a model is: the folder that was given, or that of its weights; without weights, ours.
+
+    Weights without one beside them need it named, a ValueError otherwise: two vocabularies can have the same size.
+    """
+    if given is not None or weights is None:
+        return Path(given or DEFAULT_FOLDER)
+    if not (weights / TOKENIZER_FILES[0]).is_file():
+        raise ValueError(f"{weights} has no tokenizer beside it; give --tokenizer_path, that of the weights' training")
+    return weights
 
 
 def require_matching(tokenizer: TextTokenizer, vocab_size: int, weights_folder: Path | None = None) -> None:

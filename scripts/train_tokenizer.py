@@ -23,6 +23,7 @@ from dataset.files import DataError, find_files, identify
 from dataset.records import BadRecord, read_chunks, text_of
 from trainer.options import new_parser
 
+CHAT_TEMPLATE = Path(__file__).parent.parent / "model" / "tokenizer" / "chat_template.jinja"
 TEXT_KEY = "text"
 # Ids 0-20: never part of a text. The layout is minimind-3's, so that its chat templates and tool
 # formats find their markers at the same ids.
@@ -102,7 +103,7 @@ def train(texts: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path, model_max_length: int = 32768) -> None:
-    """Write tokenizer.json and tokenizer_config.json into `folder`."""
+    """Write tokenizer.json, tokenizer_config.json and the chat template, which is always ours, into `folder`."""
     description = json.loads(tokenizer.to_str())
     for token in description["added_tokens"]:
         token["special"] = token["content"] in SPECIAL_TOKENS
@@ -122,6 +123,8 @@ def save(tokenizer: Tokenizer, folder: Path, model_max_length: int = 32768) -> N
     for name, content in (("tokenizer.json", description), ("tokenizer_config.json", config)):
         text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
         (folder / name).write_text(text, encoding="utf-8", newline="\n")
+    template = CHAT_TEMPLATE.read_bytes()
+    (folder / CHAT_TEMPLATE.name).write_bytes(template)
 
 
 def count_bytes_and_tokens(tokenizer: Tokenizer, texts: Iterator[str], batch: int = 1000) -> tuple[int, int]:
