@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from model.gpt import GPT
 from model.names import plain_names, require_shapes, shapes_of
-from model.weights import FREE_FIELDS, copy_tokenizer
+from model.weights import FREE_FIELDS, copy_tokenizer, load_model
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -207,17 +207,78 @@ def read_adapter(folder: Path) -> Adapter:
     return Adapter(lora, base, fingerprint, state)
 
 
+def is_adapter(source: Path) -> bool:
+    """Whether this is an adapter folder, as opposed to a model's."""
+    return (source / CONFIG_FILE).is_file()
+
+
+def open_model(source: Path) -> GPT:
+    """The model in a model folder, a MiniMind .pth file, or an adapter folder, there with its updates attached.
+
+    In float32 and in training mode. Raises ValueError, also where an adapter's base is not found; see `find_base`.
+    """
+    if not is_adapter(source):
+        return load_model(source)
+    model = load_model(find_base(source))
+    load_adapter(model, source)
+    return model
+
+
+def find_base(folder: Path) -> Path:
+    """Where the base model of an adapter folder lies now: what holds the very weights that it was trained on.
+
+    The recorded place first, then where it would be if the folder of all runs, or the two folders, were moved
+    together. Raises ValueError naming every place and what is wrong with it.
+    """
+    adapter = _read_signed(folder)
+    recorded, above = Path(adapter.base), folder.resolve().parents  # the run, the folder of runs, the project
+    moved = [parent / recorded for parent in above[2:3]]
+    moved += [parent / Path(*recorded.parts[-2:]) for parent in above[1:2]] + [above[0] / recorded.name]
+    problems = {}
+    for place in (recorded, *moved):
+        if place.resolve() in problems:
+            continue
+        problem = _why_not_base(place, adapter.base_fingerprint)
+        if problem is None:
+            return place
+        problems[place.resolve()] = problem
+    tried = "; ".join(f"{place} {problem}" for place, problem in problems.items())
+    raise ValueError(
+        f"{folder} needs the base model that it was trained on, {recorded}, and it is gone: {tried}. Put it back "
+        "at one of these places (a run deletes its older checkpoints when it is trained on), or train the adapter anew"
+    )
+
+
+def _why_not_base(place: Path, fingerprint: str) -> str | None:
+    """What is wrong with a place as the base of this fingerprint; None: nothing."""
+    if not place.exists():
+        return "is not there"
+    if is_adapter(place):
+        return "is an adapter"
+    try:
+        found = base_fingerprint(load_model(place))
+    except ValueError as error:
+        return f"cannot be loaded ({error})"
+    return None if found == fingerprint else "holds other weights"
+
+
+def _read_signed(folder: Path) -> Adapter:
+    """As read_adapter; one that does not name its base is a ValueError."""
+    adapter = read_adapter(folder)
+    if adapter.base_fingerprint is None:
+        raise ValueError(
+            f"{folder} does not say which base model it was trained on; merge it in the program that wrote it"
+        )
+    return adapter
+
+
 def load_adapter(model: GPT, folder: Path) -> LoRAConfig:
     """Attach the folder's updates to its base model, every tensor or none.
 
     Another base than the one the adapter was trained on, and missing, unexpected or wrong-shaped tensors, are a
     ValueError, and the model is left as it was.
     """
-    adapter = read_adapter(folder)
-    if adapter.base_fingerprint is None:
-        raise ValueError(
-            f"{folder} does not say which base model it was trained on; merge it in the program that wrote it"
-        )
+    adapter = _read_signed(folder)
     if lora_state(model):
         raise ValueError("the model has LoRA layers already; load the adapter into the base model")
     found = base_fingerprint(model)

@@ -19,10 +19,12 @@ from model.lora import (
     LoRALinear,
     attach_lora,
     base_fingerprint,
+    find_base,
     load_adapter,
     lora_parameters,
     lora_state,
     merge_lora,
+    open_model,
     read_adapter,
     save_adapter,
 )
@@ -309,6 +311,63 @@ def test_a_damaged_adapter_is_refused_in_one_sentence(tmp_path, damage, words):
         load_adapter(base_model(), tmp_path)
     assert str(tmp_path) in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def base_and_adapter(root: Path, base: str = "out/sft/step_00000002") -> tuple[Path, Path]:
+    """A base and an adapter of it, as two runs below `root` leave them; the base is recorded as `base`."""
+    model = adapted()
+    place = root / "out" / "sft" / "step_00000002"
+    save_model_folder(place, TINY, base_model().state_dict())
+    return place, save(root / "out" / "lora" / "step_00000007", model, base=base)
+
+
+def test_an_adapter_folder_opens_with_its_base_and_a_model_folder_by_itself(tmp_path):
+    base, adapter = base_and_adapter(tmp_path, str(tmp_path / "out" / "sft" / "step_00000002"))
+    assert torch.equal(logits(open_model(adapter)), logits(adapted()))
+    assert torch.equal(logits(open_model(base)), logits(base_model()))
+
+
+@pytest.mark.parametrize("moved", ["nothing", "the project", "the folder of runs", "the two folders"])
+def test_a_base_is_found_again_from_anywhere_when_it_moved_with_its_adapter(tmp_path, monkeypatch, moved):
+    base, adapter = base_and_adapter(tmp_path / "project")
+    if moved == "the project":
+        (tmp_path / "project").rename(tmp_path / "elsewhere")
+        adapter = tmp_path / "elsewhere" / "out" / "lora" / "step_00000007"
+    elif moved == "the folder of runs":
+        (tmp_path / "project" / "out").rename(tmp_path / "runs")
+        adapter = tmp_path / "runs" / "lora" / "step_00000007"
+    elif moved == "the two folders":
+        (tmp_path / "both").mkdir()
+        base.rename(tmp_path / "both" / base.name)
+        adapter = adapter.rename(tmp_path / "both" / "mine")
+    (tmp_path / "somewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "somewhere")
+    assert torch.equal(logits(open_model(adapter)), logits(adapted()))
+
+
+def test_other_weights_at_the_recorded_place_are_passed_over(tmp_path, monkeypatch):
+    base, adapter = base_and_adapter(tmp_path / "project")
+    here = tmp_path / "here"
+    save_model_folder(here / "out" / "sft" / "step_00000002", TINY, lively(GPT(TINY), seed=9).state_dict())
+    monkeypatch.chdir(here)
+    assert find_base(adapter).resolve() == base
+
+
+def test_a_base_that_is_gone_is_named_with_every_place_and_its_fault(tmp_path, monkeypatch):
+    base, adapter = base_and_adapter(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    base.rename(base.with_name("step_00000003"))
+    with pytest.raises(ValueError, match="needs the base model that it was trained on, out/sft/step_00000002") as gone:
+        open_model(adapter)
+    assert f"{base} is not there" in str(gone.value)
+    assert f"{adapter.with_name(base.name)} is not there" in str(gone.value)
+    assert "Put it back" in str(gone.value)
+    save_model_folder(base, TINY, lively(GPT(TINY), seed=9).state_dict())
+    with pytest.raises(ValueError, match="step_00000002 holds other weights"):
+        open_model(adapter)
+    (base / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match="step_00000002 cannot be loaded"):
+        open_model(adapter)
 
 
 def rewrite(folder: Path, **changes: object) -> None:
