@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -65,11 +66,11 @@ def texts(tmp_path: Path) -> Path:
     return write_texts(tmp_path / "texts.jsonl", 64)
 
 
-def train(*arguments: object) -> int:
-    """Run train_pretrain.py in this process; return its exit code."""
+def train(*arguments: object, script: ModuleType = train_pretrain) -> int:
+    """Run a training script in this process; return its exit code."""
     handlers = {number: signal.getsignal(number) for number in (signal.Signals[name] for name in STOP_SIGNALS)}
     try:
-        train_pretrain.main(parse_options(train_pretrain.options(), [str(argument) for argument in arguments]))
+        script.main(parse_options(script.options(), [str(argument) for argument in arguments]))
     except SystemExit as end:
         return end.code or 0
     finally:
