@@ -122,7 +122,10 @@ def _messages(record: dict) -> list[dict]:
         messages = list(_alpaca_messages(record))
     else:
         keys = ", ".join(map(str, list(record)[:5])) or "none"
-        raise BadRecord("no conversation", f'its keys: {keys}; "conversations", "messages" or "instruction" has one')
+        hint = (
+            "texts are for train_pretrain.py" if "text" in record else "conversations, messages or instruction has one"
+        )
+        raise BadRecord("no conversation", f"its keys: {keys}; {hint}")
     system = record.get("system")
     return messages if system is None else [{"role": SYSTEM, "content": system}, *messages]
 

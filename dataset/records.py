@@ -110,10 +110,8 @@ def text_of(record: object, text_key: str) -> str:
         raise BadRecord(f"{_JSON_TYPES[type(record)]}, not an object")
     if text_key not in record:
         keys = names(record) or "none"
-        chat = (
-            "chats are for train_sft.py, which is to come" if CHAT_KEYS & record.keys() else "--text_key names another"
-        )
-        raise BadRecord(f'no "{text_key}" key', f"its keys: {keys}; {chat}")
+        hint = "chats are for train_sft.py" if CHAT_KEYS & record.keys() else "--text_key names another"
+        raise BadRecord(f'no "{text_key}" key', f"its keys: {keys}; {hint}")
     text = record[text_key]
     if not isinstance(text, str):
         raise BadRecord(f'"{text_key}" is {_JSON_TYPES.get(type(text), type(text).__name__)}, not a string')
