@@ -13,6 +13,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from model.weights import COPIED_TOKENIZER_FILES
+
 # Characters. A longer text is encoded in pieces; within the last part of one its end is looked for, on this context.
 LONG_TEXT, CUT_SEARCH, CUT_CONTEXT = 1 << 18, 1 << 13, 256
 DEFAULT_FOLDER = "model/tokenizer"
@@ -32,6 +34,12 @@ class TextTokenizer:
     fingerprint: str
     _raw: Tokenizer = field(repr=False, compare=False)
     _full: Tokenizer = field(repr=False, compare=False)
+    _files: dict[str, bytes] = field(repr=False, compare=False)
+
+    def save(self, folder: Path) -> None:
+        """Write the files as they were read: where a run has them from may be deleted by now, as an old checkpoint."""
+        for name, content in self._files.items():
+            (folder / name).write_bytes(content)
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text as it stands, without BOS or EOS; all cores work on one call.
@@ -104,6 +112,7 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
         fingerprint=_fingerprint(description),
         _raw=_build(_without_added_tokens(description), folder),
         _full=full,
+        _files={name: (folder / name).read_bytes() for name in COPIED_TOKENIZER_FILES if (folder / name).is_file()},
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from model.gpt import GPT
 from model.names import plain_names, require_shapes, shapes_of
-from model.weights import FREE_FIELDS, copy_tokenizer, load_model
+from model.weights import FREE_FIELDS, load_model
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -54,6 +54,8 @@ class LoRAConfig:
             problems.append(f"targets {named}; choose from {', '.join(TARGETS)}")
         if problems:
             raise ValueError("LoRA configuration: " + "; ".join(problems))
+        # One order, so that settings that mean the same are equal.
+        object.__setattr__(self, "targets", tuple(name for name in TARGETS if name in self.targets))
 
 
 class LoRALinear(nn.Linear):
@@ -150,7 +152,6 @@ def save_adapter(
     *,
     base: str,
     base_fingerprint: str,
-    tokenizer_folder: Path | None = None,
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors as PEFT does; ValueError if state is not model's.
 
@@ -179,8 +180,6 @@ def save_adapter(
     tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     # In the file's metadata, because PEFT warns of fields that it does not know.
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt", FINGERPRINT: base_fingerprint})
-    if tokenizer_folder is not None:
-        copy_tokenizer(tokenizer_folder, folder)
 
 
 def read_adapter(folder: Path) -> Adapter:
@@ -190,9 +189,7 @@ def read_adapter(folder: Path) -> Adapter:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if raw["peft_type"] != "LORA":
             raise ValueError(f"peft_type is {raw['peft_type']!r}, only LORA is known")
-        # Sorted as in TARGETS, so that it equals the configuration that was saved.
-        targets = sorted(raw["target_modules"], key=lambda name: TARGETS.index(name) if name in TARGETS else -1)
-        lora = LoRAConfig(raw["r"], raw["lora_alpha"], raw["lora_dropout"], tuple(targets))
+        lora = LoRAConfig(raw["r"], raw["lora_alpha"], raw["lora_dropout"], tuple(raw["target_modules"]))
         base = str(raw["base_model_name_or_path"])
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error}); give an adapter folder") from None
@@ -210,6 +207,23 @@ def read_adapter(folder: Path) -> Adapter:
 def is_adapter(source: Path) -> bool:
     """Whether this is an adapter folder, as opposed to a model's."""
     return (source / CONFIG_FILE).is_file()
+
+
+def base_folder(start: Path | None, run_dir: Path) -> Path:
+    """Where the base lies of a run that begins with `start`: there, or, where it is the run's own adapter, its base's.
+
+    Raises ValueError where there is none, or `start` is another run's adapter.
+    """
+    if start is None:
+        raise ValueError("--from_weight none: LoRA adapts a model that is trained already; give its folder")
+    if not is_adapter(start):
+        return start
+    if start.parent.resolve() != run_dir.resolve():
+        raise ValueError(
+            f"--from_weight {start} is an adapter; merge it into its base first, with python -m scripts.export "
+            "--merge_lora, and give that folder"
+        )
+    return find_base(start)
 
 
 def open_model(source: Path) -> GPT:

@@ -215,3 +215,14 @@ def test_minimind_checkout_opens(tokenizer):
     encoded = theirs.encode_texts(texts)
     assert min(min(ids) for ids in encoded if ids) >= len(MINIMIND_3)
     assert [theirs.decode(ids) for ids in encoded] == texts
+
+
+def test_a_tokenizer_saves_its_files_though_their_folder_is_gone(tmp_path):
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    shutil.copytree(COMMITTED, source)
+    tokenizer = load_tokenizer(source)
+    shutil.rmtree(source)
+    copy.mkdir()
+    tokenizer.save(copy)
+    saved, wanted = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (copy, COMMITTED))
+    assert saved == wanted
