@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from dataset.loader import EvalLoader, StepLoader
+from dataset.mixture import mixed
 from dataset.text import text_windows
 from dataset.tokenizer import load_tokenizer, require_matching
 from dataset.tokens import Reading
@@ -35,6 +36,13 @@ def options() -> argparse.ArgumentParser:
         nargs="+",
         default=["dataset/starter/pretrain.jsonl"],
         help="files, folders or patterns: JSON lines or array, plain text (these also .gz), parquet",
+    )
+    parser.add_argument(
+        "--data_weights",
+        nargs="+",
+        type=float,
+        default=None,
+        help="share of the target tokens that each of --data_path gives, the general first (none given: as they lie)",
     )
     parser.add_argument("--text_key", default="text", help="key or parquet column of a record that holds its text")
     parser.add_argument("--encoding", default="utf-8", help="of files without a byte order mark, as gb18030")
@@ -85,15 +93,20 @@ def main(args: argparse.Namespace) -> None:
     """Train until the steps are done or a signal asks to stop; raises SystemExit with the code that says which."""
     with start_run(args, stage="pretrain") as run:
         tokenizer = load_tokenizer(args.tokenizer_path)
-        windows, held_out = text_windows(
+        mixture, held_out = mixed(
+            partial(
+                text_windows,
+                val_fraction=args.val_fraction,
+                tokenizer=tokenizer,
+                max_seq_len=args.max_seq_len,
+                cache_dir=Path(args.cache_dir),
+                reading=Reading(args.text_key, args.encoding, args.skip_bad_lines),
+                builds=run.first_here,
+            ),
             args.data_path,
+            args.data_weights,
             args.val_path,
-            args.val_fraction,
-            tokenizer,
-            args.max_seq_len,
-            Path(args.cache_dir),
-            Reading(args.text_key, args.encoding, args.skip_bad_lines),
-            builds=run.first_here,
+            args.seed,
         )
         start = run.starting_folder()
         model = starting_model(
@@ -106,8 +119,7 @@ def main(args: argparse.Namespace) -> None:
         require_matching(tokenizer, model.config.vocab_size, start)
         share = {"rank": run.rank, "world_size": run.world_size, "batch_size": args.batch_size}
         loader = StepLoader(
-            windows,
-            seed=args.seed,
+            mixture,
             accumulation=args.gradient_accumulation_steps,
             num_workers=args.num_workers,
             pin_memory=args.pin_memory and run.on_gpu,
@@ -116,9 +128,9 @@ def main(args: argparse.Namespace) -> None:
         backend = run.wrap(model, partial(adamw, weight_decay=args.weight_decay), args.grad_clip)
         state = run.resume(
             loader,
-            EvalLoader(held_out, **share) if held_out else None,
+            [EvalLoader(*part, **share) for part in held_out],
             fingerprint={
-                "data": windows.data_sha256,
+                "data": mixture.data,
                 "tokenizer": tokenizer.fingerprint,
                 "model": dataclasses.asdict(model.config),
             },

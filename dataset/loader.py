@@ -13,21 +13,39 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dataset.workers import live_and_die_with
+from model.loss import IGNORE_INDEX
 
 FEISTEL_ROUNDS = 8
 
 
 class Samples(Protocol):
-    """What a loader needs of a data set: its rows by index, how many tokens they train, and what identifies it."""
+    """What a loader needs of a data set: its rows by index, how many tokens they train, and what identifies it.
 
-    fingerprint: str
-    text_bytes: int  # UTF-8 bytes of the texts; 0 where that means nothing
+    epochs: in which pass over the data each row is drawn, from 0, for what varies from pass to pass.
+    """
+
+    data_sha256: str  # of the data alone
+    fingerprint: str  # of the rows that are made of them
+    text_bytes: int  # UTF-8 bytes of the texts that are learned
+    target_counts: np.ndarray  # (n,) int64; of stride 0 where all are equal
 
     def __len__(self) -> int: ...
 
-    def rows(self, indices: np.ndarray) -> dict[str, Tensor]: ...
+    def rows(self, indices: np.ndarray, epochs: np.ndarray) -> dict[str, Tensor]: ...
 
-    def target_tokens(self, indices: np.ndarray) -> int: ...
+
+class Ordered(Protocol):
+    """What StepLoader needs: samples in an endless order."""
+
+    tokens_per_epoch: int
+
+    def __len__(self) -> int: ...
+
+    def order(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def rows(self, indices: np.ndarray, epochs: np.ndarray) -> dict[str, Tensor]: ...
+
+    def epochs_of(self, position: int) -> dict[str, float]: ...
 
 
 class StepBatch(NamedTuple):
@@ -83,9 +101,8 @@ class StepLoader(Dataset):
 
     def __init__(
         self,
-        samples: Samples,
+        samples: Ordered,
         *,
-        seed: int,
         rank: int,
         world_size: int,
         batch_size: int,
@@ -96,7 +113,6 @@ class StepLoader(Dataset):
         if len(samples) == 0:
             raise ValueError("there is no sample to train on")
         self.samples = samples
-        self.seed = seed
         self.rank = rank
         self.batch_size = batch_size
         self.accumulation = accumulation
@@ -114,23 +130,28 @@ class StepLoader(Dataset):
         """Return this rank's micro-batches of data step `step`: rows of `samples`, (B, T) each."""
         block = self.batch_size * self.accumulation
         first = step * self.global_batch + self.rank * block
-        indices = shuffled(np.arange(first, first + block), len(self.samples), self.seed)
-        starts = range(0, block, self.batch_size)
+        indices, epochs = self.samples.order(first, block)
+        cuts = [slice(start, start + self.batch_size) for start in range(0, block, self.batch_size)]
+        batches = [self.samples.rows(indices[cut], epochs[cut]) for cut in cuts]
         return StepBatch(
-            micro_batches=[self.samples.rows(indices[start : start + self.batch_size]) for start in starts],
-            first_sequences=[first + start for start in starts],
-            target_tokens=self.samples.target_tokens(indices),
+            micro_batches=batches,
+            first_sequences=[first + cut.start for cut in cuts],
+            target_tokens=sum(int((batch["targets"] != IGNORE_INDEX).sum()) for batch in batches),
         )
 
     @property
     def tokens_per_epoch(self) -> int:
         """Target tokens in one pass over the samples."""
-        return self.samples.target_tokens(np.arange(len(self.samples)))
+        return self.samples.tokens_per_epoch
+
+    def epochs_of(self, step: int) -> dict[str, float]:
+        """Source -> passes over it that `step` steps make; {} where there is one source only."""
+        return self.samples.epochs_of(step * self.global_batch)
 
     def sample_ids(self, step: int) -> list[int]:
         """Return the samples of data step `step` over all ranks, in order."""
         first = step * self.global_batch
-        return shuffled(np.arange(first, first + self.global_batch), len(self.samples), self.seed).tolist()
+        return self.samples.order(first, self.global_batch)[0].tolist()
 
     def iterate(self, first_step: int, last_step: int) -> Generator[StepBatch, None, None]:
         """Yield the batches of steps first_step .. last_step - 1, prepared ahead by the workers.
@@ -182,16 +203,23 @@ def eval_batches(
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield (batch index, rows) of this rank: batch b goes to rank b % world_size, every sample exactly once."""
     for batch in range(rank, num_eval_batches(samples, batch_size), world_size):
-        yield batch, samples.rows(np.arange(batch * batch_size, min((batch + 1) * batch_size, len(samples))))
+        indices = np.arange(batch * batch_size, min((batch + 1) * batch_size, len(samples)))
+        yield batch, samples.rows(indices, np.zeros_like(indices))
 
 
 class EvalLoader:
-    """One rank's share of the validation batches: every sample exactly once, over all ranks."""
+    """One rank's share of the validation batches: every sample exactly once, over all ranks.
 
-    def __init__(self, samples: Samples, *, batch_size: int, rank: int, world_size: int):
+    name and share: of these samples among several sets that are validated.
+    """
+
+    def __init__(
+        self, samples: Samples, name: str = "", share: float = 1.0, *, batch_size: int, rank: int, world_size: int
+    ):
         self.samples, self.batch_size, self.rank, self.world_size = samples, batch_size, rank, world_size
+        self.name, self.share = name, share
         self.batch_count = num_eval_batches(samples, batch_size)
-        self.target_tokens = samples.target_tokens(np.arange(len(samples)))
+        self.target_tokens = int(samples.target_counts.sum())
         self.text_bytes, self.fingerprint = samples.text_bytes, samples.fingerprint
 
     def batches(self) -> Iterator[tuple[int, dict[str, Tensor]]]:

@@ -72,9 +72,8 @@ class PackedChats:
         max_seq_len: int,
         tokenizer: TextTokenizer,
         variation: Variation | None = None,
-        name: str = "",
     ) -> None:
-        self.stream, self.max_seq_len, self.tokenizer, self.name = stream, max_seq_len, tokenizer, name
+        self.stream, self.max_seq_len, self.tokenizer = stream, max_seq_len, tokenizer
         self.variation = (
             variation if variation and (variation.system_prompt_share or variation.empty_think_share) else None
         )
@@ -111,10 +110,6 @@ class PackedChats:
             array._mmap.madvise(mmap.MADV_DONTNEED)
         arrays = {"input_ids": input_ids, "targets": targets, "positions": positions, "segments": segments}
         return {key: torch.from_numpy(array) for key, array in arrays.items()}
-
-    def target_tokens(self, indices: np.ndarray) -> int:
-        """Return how many ids these rows predict together, variations aside."""
-        return int(self.target_counts[indices].sum())
 
     def show(self, index: int, epoch: int = 0) -> list[str]:
         """Return the text of every conversation in a row, with what is learned in ⟦ ⟧."""

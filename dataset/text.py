@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dataset.tokenizer import TextTokenizer
 from dataset.tokens import DEFAULT_READING, Reading, TokenStream, open_token_cache
-from model.gpt import IGNORE_INDEX
+from model.loss import IGNORE_INDEX
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +39,15 @@ class TextWindows:
                 f"{len(stream.tokens)} tokens in {stream.documents} documents do not fill one window of "
                 f"--max_seq_len {max_seq_len} + 1; give more data or a smaller --max_seq_len"
             )
+        self.target_counts = np.broadcast_to(np.int64(max_seq_len), self._length)
+        if missing := max(0, self._length * max_seq_len - predicted):
+            self.target_counts = self.target_counts.copy()
+            self.target_counts[-1] -= missing
 
     def __len__(self) -> int:
         return self._length
 
-    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+    def rows(self, indices: np.ndarray, epochs: np.ndarray) -> dict[str, Tensor]:
         """Return `input_ids` and `targets`, each (n, T) int64, of these windows; the tail's padding is IGNORE_INDEX."""
         length = self.max_seq_len
         input_ids = np.zeros((len(indices), length), dtype=np.int64)
@@ -56,16 +60,11 @@ class TextWindows:
         self.tokens._mmap.madvise(mmap.MADV_DONTNEED)
         return {"input_ids": torch.from_numpy(input_ids), "targets": torch.from_numpy(targets)}
 
-    def target_tokens(self, indices: np.ndarray) -> int:
-        """Return how many ids these windows predict together."""
-        predicted = len(self.tokens) - 1
-        starts = np.asarray(indices, dtype=np.int64) * self.max_seq_len
-        return int(np.minimum(self.max_seq_len, predicted - starts).sum())
-
 
 def text_windows(
     data_path: Sequence[str],
     val_path: Sequence[str] | None,
+    *,
     val_fraction: float,
     tokenizer: TextTokenizer,
     max_seq_len: int,

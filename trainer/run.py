@@ -3,11 +3,12 @@
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from trainer import advice, lineage
 from trainer.backends import Backend, Loader, Step, StepBatch, build_backend
 from trainer.checkpoint import newest_valid, resolve_weights, write_json
 from trainer.ddp import Ranks, find_ranks
-from trainer.evaluation import Validation, evaluate
+from trainer.evaluation import Validation, evaluate_all
 from trainer.lineage import TrainState
 from trainer.monitor import Jsonl, Monitor, open_console
 from trainer.ownership import (
@@ -37,7 +38,7 @@ from trainer.ownership import (
 from trainer.plan import Plan
 from trainer.profiling import Pending, StepClock
 from trainer.recovery import StopFlag
-from trainer.snapshots import Snapshots
+from trainer.snapshots import Snapshots, read_weights
 from trainer.trackers import TensorBoard, Wandb, wandb_mode
 
 log = logging.getLogger(__name__)
@@ -176,18 +177,22 @@ class Run:
     def resume(
         self,
         loader: Loader,
-        validation: Validation | None,
+        validations: Sequence[Validation],
         *,
         fingerprint: dict[str, object],
         write_model: Callable[[Path, dict[str, Tensor]], None],
+        read_model: Callable[[Path], dict[str, Tensor]] = read_weights,
     ) -> TrainState:
         """Go on from the newest valid checkpoint of out_dir, or start at step 0; print what the run will be.
 
         fingerprint: what must not change over the life of the run (data, tokenizer, model, ...); the seed and the
-        global batch join it here. write_model(folder, weights) writes the model's part of a checkpoint.
+        global batch join it here. write_model(folder, weights) writes the model's part of a checkpoint and
+        read_model(folder) returns the weights that it holds.
         """
         args = self.args
-        self.loader, self.validation = loader, validation
+        self.loader, self.validations = loader, list(validations)
+        parts = [(part.name, part.share, part.fingerprint, part.batch_count) for part in validations]
+        self._val_set = parts[0][2] if len(parts) == 1 else hashlib.sha256(repr(parts).encode()).hexdigest()
         names = ("max_seq_len", "epochs", "max_steps", "learning_rate", "base_batch_size", "lr_scaling", "lr_schedule")
         self.plan = Plan(
             samples=len(loader),
@@ -208,8 +213,7 @@ class Run:
         }
         # Ranks that disagree on what comes when would wait for one another for ever, or mix two data sets.
         rhythm = (args.eval_interval, args.checkpoint_interval, args.log_interval, args.dtype)
-        held_out = validation and (validation.fingerprint, validation.batch_count)
-        self.ranks.require_same([fingerprint, dataclasses.asdict(self.plan), rhythm, held_out])
+        self.ranks.require_same([fingerprint, dataclasses.asdict(self.plan), rhythm, parts])
         if self.owner is not None and not self.resumes:
             self.owner = begin_anew(self.owner)
         self.snapshots = Snapshots(
@@ -222,6 +226,7 @@ class Run:
             options=options,
             environment=lineage.environment(self.ranks, options),
             write_model=write_model,
+            read_model=read_model,
         )
         state = self.snapshots.restore(self.backend)
         if self.ranks.is_first:
@@ -350,14 +355,14 @@ class Run:
 
     def _validation_is_due(self, state: TrainState) -> bool:
         due = is_due(state.step, self.args.eval_interval) or state.step == self.plan.total_steps
-        return self.validation is not None and due and state.validated_step < state.step
+        return bool(self.validations) and due and state.validated_step < state.step
 
     def _validate(self, state: TrainState) -> TrainState:
-        result = evaluate(self.backend.module, self.backend.loss_sum, self.validation, self.ranks.sum)
+        result = evaluate_all(self.backend.module, self.backend.loss_sum, self.validations, self.ranks.sum)
         if self.ranks.is_first:
             self.monitor.write(state.step, result)
         state = dataclasses.replace(state, validated_step=state.step)
-        loss, data = result["val_loss"], self.validation.fingerprint
+        loss, data = result["val_loss"], self._val_set
         if math.isfinite(loss) and (state.best_val_set != data or loss < state.best_val_loss):
             state = dataclasses.replace(state, best_step=state.step, best_val_loss=loss, best_val_set=data)
         return state

@@ -30,6 +30,11 @@ ALL_DAMAGED = -1
 log = logging.getLogger(__name__)
 
 
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint that holds a whole model."""
+    return load_tensors(folder / "model.safetensors")
+
+
 @dataclasses.dataclass
 class Snapshots:
     """Saves and restores a run's whole state. Every rank has one; rank 0's, which owns the folder, does the writing."""
@@ -43,6 +48,7 @@ class Snapshots:
     options: dict[str, object]
     environment: dict[str, object]
     write_model: Callable[[Path, dict[str, Tensor]], None]
+    read_model: Callable[[Path], dict[str, Tensor]]
     save_seconds: float = 0.0  # of the last save
     last_step: int = 0  # of the newest checkpoint
 
@@ -70,7 +76,7 @@ class Snapshots:
         folder = step_folder(self.run_dir, self.last_step)
         saved = lineage.read_saved(folder)
         lineage.refuse_changes(saved.fingerprint, self.fingerprint, folder)
-        backend.load(load_tensors(folder / "model.safetensors"), load_tensors(folder / "optimizer.safetensors"))
+        backend.load(self.read_model(folder), load_tensors(folder / "optimizer.safetensors"))
         if self.ranks.is_first:
             for line in lineage.changes_to_mention(saved, self.options, self.environment):
                 log.warning("%s", line)
