@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import train_lora
+import train_sft
 from model.gpt import GPT, GPTConfig
 from model.lora import TARGETS, LoRAConfig, attach_lora, lora_state, merge_lora, open_model, read_adapter
 from model.weights import load_model_folder, save_model_folder
@@ -217,6 +218,21 @@ def test_a_resumed_run_finds_its_base_by_its_own_record_or_says_that_it_is_gone(
     shutil.rmtree(base)
     aside.rename(base)
     assert adapt(*options) == 0
+
+
+def test_a_run_as_base_means_its_newest_step_which_training_on_may_delete(
+    options: list, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    at = options.index("--lora_rank")
+    sft = [*options[:at], *options[at + 2 :], "--out_dir", tmp_path / "base_run", "--keep_checkpoints", 1]
+    assert train(*sft, "--max_steps", 2, script=train_sft) == 0
+    assert adapt(*options, "--from_weight", tmp_path / "base_run", "--max_steps", 2) == 0
+    newest = tmp_path / "base_run" / "step_00000002"
+    assert read_adapter(step_folders(tmp_path / "lora")[-1]).base == str(newest)
+    assert train(*sft, "--max_steps", 4, script=train_sft) == 0
+    message = refused(caplog, *options, "--from_weight", tmp_path / "base_run")
+    assert f"{newest} is not there" in message
+    assert "a run deletes its older checkpoints when it is trained on" in message
 
 
 def test_a_base_must_be_a_trained_model_and_no_adapter(
