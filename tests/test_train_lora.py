@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import train_lora
 import train_sft
 from model.gpt import GPT, GPTConfig
 from model.lora import TARGETS, LoRAConfig, attach_lora, lora_state, merge_lora, open_model, read_adapter
+from model.minimind import minimind_state
 from model.weights import load_model_folder, save_model_folder
 from tests.conftest import ROOT, TINY, Peers, curve, lively, on_ranks, train
 from tests.test_resume import cut_back
@@ -233,6 +235,15 @@ def test_a_run_as_base_means_its_newest_step_which_training_on_may_delete(
     message = refused(caplog, *options, "--from_weight", tmp_path / "base_run")
     assert f"{newest} is not there" in message
     assert "a run deletes its older checkpoints when it is trained on" in message
+
+
+def test_a_minimind_file_is_a_base_also_for_a_resumed_run(options: list, tmp_path: Path) -> None:
+    config = replace(CONFIG, num_attention_heads=8)
+    torch.save(minimind_state(config, lively(GPT(config)).state_dict()), file := tmp_path / "full_sft_64.pth")
+    options += ["--num_attention_heads", 8, "--from_weight", file, "--tokenizer_path", "model/tokenizer"]
+    assert adapt(*options, "--max_steps", 2) == 0
+    assert adapt(*options, "--max_steps", 3) == 0
+    assert lora_state(open_model(step_folders(tmp_path / "lora")[-1]))
 
 
 def test_a_base_must_be_a_trained_model_and_no_adapter(
