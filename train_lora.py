@@ -84,7 +84,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--epochs", type=float, default=10.0, help="passes over the data")
     parser.add_argument("--max_steps", type=int, default=None, help="optimizer steps; wins over --epochs")
     parser.add_argument(
-        "--batch_size", "--local_batch_size", type=int, default=16, help="packed rows per process and micro-batch"
+        "--batch_size", "--local_batch_size", type=int, default=4, help="packed rows per process and micro-batch"
     )
     parser.add_argument(
         "--gradient_accumulation_steps",
@@ -94,7 +94,7 @@ def options() -> argparse.ArgumentParser:
         help="micro-batches per step (4 helps on slow links)",
     )
     parser.add_argument(
-        "--learning_rate", "--base_lr", type=float, default=1e-4, help="rate at a global batch of --base_batch_size"
+        "--learning_rate", "--base_lr", type=float, default=1e-3, help="rate at a global batch of --base_batch_size"
     )
     parser.add_argument(
         "--warmup_steps",
@@ -107,7 +107,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--grad_clip", type=float, default=1.0, help="largest gradient norm")
     parser.add_argument("--max_seq_len", type=int, default=768, help="tokens per row, and of a conversation at most")
     add_model_options(parser, hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2)
-    add_rate_options(parser, base_batch_size=16, lr_scaling="none", lr_schedule="cosine")
+    add_rate_options(parser, base_batch_size=4, lr_scaling="none", lr_schedule="cosine")
     add_run_options(parser, out_dir="out/lora", checkpoint_interval=100, wandb_project="MiniMind-LoRA")
     return parser
 
