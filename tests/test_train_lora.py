@@ -178,6 +178,19 @@ def test_every_step_is_a_point_to_resume_from(options: list, tmp_path: Path, dty
         assert final(resumed) == final(tmp_path / "lora"), f"interrupted after step {step}"
 
 
+def test_a_mixture_with_general_data_is_validated_by_source_and_resumes_exactly(options: list, tmp_path: Path) -> None:
+    general, domain = (write_chats(tmp_path / f"{name}.jsonl", 20, seed=7) for name in ("general", "domain"))
+    options += ["--data_path", general, domain, "--data_weights", 0.8, 0.2, "--val_path", general, domain]
+    assert adapt(*options) == 0
+    resumed = cut_back(tmp_path / "lora", tmp_path / "resumed", 3)
+    assert adapt(*options, "--out_dir", resumed) == 0
+    assert curve(resumed) == curve(tmp_path / "lora")
+    assert final(resumed) == final(tmp_path / "lora")
+    last = json.loads((resumed / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["val_loss/general"] > 0
+    assert last["val_loss/domain"] > 0
+
+
 def test_a_resumed_run_saves_the_tokenizer_though_what_it_began_with_is_deleted(options: list, tmp_path: Path) -> None:
     keep = ["--keep_checkpoints", 1]
     assert adapt(*options, "--max_steps", 2, *keep) == 0
