@@ -120,7 +120,7 @@ def test_shown_samples_mark_what_is_trained(tmp_path, base, capsys):
 def test_weights_without_a_tokenizer_need_one_named(tmp_path, base, caplog):
     chats = write_chats(tmp_path / "chats.jsonl", 20)
     model = load_model_folder(base)
-    torch.save(minimind_state(model), tmp_path / "pretrain_64.pth")
+    torch.save(minimind_state(model.config, model.state_dict()), tmp_path / "pretrain_64.pth")
     options = [*SFT, "--data_path", chats, "--cache_dir", tmp_path / "cache", "--max_steps", 1]
     options += ["--from_weight", tmp_path / "pretrain_64.pth", "--num_attention_heads", 4]
     assert train(*options, "--out_dir", tmp_path / "sft", script=train_sft) == 78

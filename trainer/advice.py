@@ -14,6 +14,7 @@ from trainer.plan import FEW_STEPS, Plan
 
 log = logging.getLogger(__name__)
 
+FORGETTING_SHARE = 0.05
 BYTES_PER_PARAMETER = 12  # of a checkpoint: the weight and AdamW's two moments, 4 bytes each
 
 
@@ -25,13 +26,15 @@ def announce(
     *,
     step: int,
     parameters: int,
+    trained: int,
     workers: int,
     checkpoint_interval: int,
     keep: int,
 ) -> None:
     """Log what the run will be and where it goes on, then what can be foreseen to go wrong.
 
-    step: steps done already; workers: loader processes per rank; keep: --keep_checkpoints.
+    step: steps done already; trained: parameters that the optimizer sees; workers: loader processes per rank; keep:
+    --keep_checkpoints.
     """
     group = "one process"
     if ranks.world_size > 1:
@@ -39,8 +42,9 @@ def announce(
     log.info("run %s: %s on %s, %s", run_dir.resolve(), group, environment["device"], environment["dtype"])
     for line in plan.lines():
         log.info("%s", line)
-    size = parameters * BYTES_PER_PARAMETER
-    log.info("%s parameters; a checkpoint takes about %.0f MB", f"{parameters:,}", size / 1e6)
+    size = trained * BYTES_PER_PARAMETER
+    of_them = "" if trained == parameters else f", {trained:,} of them trained"
+    log.info("%s parameters%s; a checkpoint takes about %.1f MB", f"{parameters:,}", of_them, size / 1e6)
     if step >= plan.total_steps:
         log.info("already finished at step %d; raise --epochs or --max_steps to go on", step)
     elif step:
@@ -56,6 +60,26 @@ def announce(
     )
     for line in filter(None, foreseen):
         log.warning("%s", line)
+
+
+def forgetting(first: float, now: float, name: str) -> str | None:
+    """A warning where the loss on the general data has risen by more than FORGETTING_SHARE since the run began."""
+    if now <= first * (1 + FORGETTING_SHARE):
+        return None
+    return (
+        f"forgetting: the validation loss on {name}, the general data, was {first:.4f} and is {now:.4f} "
+        f"({now / first - 1:.1%} more); give it a larger share in --data_weights, or lower --learning_rate"
+    )
+
+
+def no_better_than_guessing(loss: float, vocab_size: int) -> str | None:
+    """A warning where given weights predict as badly as none would."""
+    if loss < math.log(vocab_size):
+        return None
+    return (
+        f"the given weights have a loss of {loss:.3f}, no better than guessing among {vocab_size:,} tokens "
+        f"({math.log(vocab_size):.3f}): does the tokenizer belong to them?"
+    )
 
 
 def cpus() -> int:

@@ -37,6 +37,10 @@ class Loader(Protocol):
         """Yield this rank's part of the steps first_step .. last_step - 1."""
         ...
 
+    def epochs_of(self, step: int) -> dict[str, float]:
+        """Source -> passes over it that `step` steps make; {} where there is one source only."""
+        ...
+
     def sample_ids(self, step: int) -> list[int]:
         """The samples of a whole step, over all ranks."""
         ...
@@ -56,6 +60,7 @@ class Backend(Protocol):
 
     module: nn.Module  # the plain model, for validation
     parameter_count: int
+    trained_count: int  # of them those that the optimizer sees
 
     def micro_batches(self, step: Step) -> Iterator[Batch]:
         """Yield the step's micro-batches on the device; gradients stay local until the last one."""

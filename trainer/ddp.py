@@ -170,6 +170,7 @@ class DataParallel:
         self.optimizer = make_optimizer(model)
         self.names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.parameter_count = sum(p.numel() for p in model.parameters())
+        self.trained_count = sum(p.numel() for p in self.names)
         if compile:
             model.compile()  # in place: no _orig_mod in any name
         self.autocast = torch.autocast(

@@ -35,10 +35,12 @@ class TrainState:
     step: int = 0  # optimizer steps done, so also the number of the next one
     tokens: int = 0  # target tokens trained on
     skipped_updates: int = 0  # steps whose update was not finite
-    validated_step: int = 0  # the last step that was validated
+    validated_step: int = -1  # the last step that was validated; 0: the weights it was given
     best_step: int | None = None  # committed checkpoint of the lowest validation loss
     best_val_loss: float | None = None
     best_val_set: str | None = None  # fingerprint of the samples that it was measured on
+    general_val_loss: float | None = None  # the first validation's on the first of several sources
+    general_val_set: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

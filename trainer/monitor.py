@@ -38,6 +38,7 @@ METRICS = {
     "step_seconds": Metric("s", "rank 0", "mean duration of a step since the last log line"),
     "epoch_time": Metric("min", "rank 0", "time left to the end of the run; MiniMind's name, on wandb alone"),
     "skipped_updates": Metric("updates", "same on all ranks", "updates skipped for a non-finite loss or gradient"),
+    "epochs": Metric("epochs", "same on all ranks", "passes over a source of a mixture, as epochs/<source>"),
     "val_loss": Metric("nats per target token", "sum over ranks", "loss on the validation texts"),
     "val_bits_per_byte": Metric("bits per byte", "sum over ranks", "validation loss over the texts' UTF-8 bytes"),
 }
@@ -157,6 +158,7 @@ class Bar:
 def log_validation(step: int, values: dict[str, float]) -> None:
     """The console's line for a validation."""
     extra = f" bits per byte:{values['val_bits_per_byte']:.4f}" if "val_bits_per_byte" in values else ""
+    extra += "".join(f" {name}:{value:.4f}" for name, value in values.items() if name.startswith("val_loss/"))
     log.info("validation after step %d: loss:%.4f%s", step, values["val_loss"], extra)
 
 
@@ -179,7 +181,7 @@ class Monitor:
     def write(self, step: int, values: dict[str, float]) -> None:
         """Give one step's metrics to the sinks. Raises KeyError for a name that METRICS does not declare."""
         for name in values:
-            METRICS[name]
+            METRICS[name.split("/")[0]]
         for sink in list(self.sinks):
             self._guarded(sink, lambda sink=sink: sink.write(step, values))
 

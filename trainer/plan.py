@@ -84,6 +84,7 @@ class Plan:
             )
         useful = self.tokens_per_epoch / (self.samples * self.max_seq_len)
         yield (
-            f"{self.samples:,} sequences with {self.tokens_per_epoch:,} target tokens an epoch ({useful:.1%} useful); "
+            f"{self.samples:,} sequences with {self.tokens_per_epoch:,} target tokens an epoch "
+            f"({useful:.1%} of the positions); "
             f"{self.total_steps:,} steps = {self.total_steps * self.global_batch / self.samples:.2f} epochs"
         )

@@ -113,7 +113,10 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, stage: str, stop: StopFlag) -> None:
         self.args, self.stage, self.stop, self.dir = args, stage, stop, Path(args.out_dir)
-        self.training = self._stopping = self._unsaved = False
+        self.training = self._stopping = self._unsaved = self._told_of_forgetting = False
+        self._given_weights: Path | None = None
+        self._val_loss: float | None = None  # of the last validation
+        self._whole_passes: dict[str, int] = {}
         self._skips = ""  # what the end of the run has to say about them
         self._batches: Generator[StepBatch, None, None] | None = None
         self.ranks: Ranks = find_ranks(args.device)
@@ -145,6 +148,7 @@ class Run:
         own = newest_valid(self.dir, owner=False) if self.resumes else None
         folder = own or resolve_weights(self.args.from_weight)
         log.info("architecture and weights come from %s", folder)
+        self._given_weights = folder
         return folder
 
     def wrap(
@@ -243,6 +247,7 @@ class Run:
             snapshots.environment,
             step=state.step,
             parameters=self.backend.parameter_count,
+            trained=self.backend.trained_count,
             workers=args.num_workers,
             checkpoint_interval=args.checkpoint_interval,
             keep=args.keep_checkpoints,
@@ -263,7 +268,7 @@ class Run:
         self.monitor.show(open_console(plan.total_steps, state.step, plan.epoch_of))
 
     def _begin(self, state: TrainState) -> TrainState:
-        """Arm the signals, make up for a validation that a stop left out, and fetch the first step."""
+        """Arm the signals, make up for a validation that a stop left out, fetch the first step, prove given weights."""
         self.stop.install()
         self.training = True
         self._step, self._pending = state.step, None
@@ -273,8 +278,27 @@ class Run:
         if self.continues(state):
             self._batch = next(self._batches)
             (self._target_tokens,) = self.ranks.sum([self._batch.target_tokens])
+            if self._given_weights and not state.step:
+                self._prove_weights()
         self.clock = StepClock()
         return state
+
+    def _prove_weights(self) -> None:
+        """Say which loss the given weights begin with: that of the validation, or else of the first step's batch."""
+        loss = self._val_loss
+        if loss is None:
+            self.backend.module.eval()
+            # A compiled model would be compiled once more for a single use.
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                mine = math.fsum(self.backend.loss_sum(batch).item() for batch in self._batch.micro_batches)
+            self.backend.module.train()
+            (total,) = self.ranks.sum([mine])
+            loss = total / self._target_tokens
+        if self.ranks.is_first:
+            vocab_size = self.snapshots.fingerprint["model"]["vocab_size"]
+            log.info("loss before step 1: %.4f (guessing: %.4f)", loss, math.log(vocab_size))
+            if warning := advice.no_better_than_guessing(loss, vocab_size):
+                log.warning("%s", warning)
 
     def continues(self, state: TrainState) -> bool:
         """Whether steps remain and no rank was told to stop."""
@@ -300,7 +324,7 @@ class Run:
         state = dataclasses.replace(state, step=state.step + 1, tokens=state.tokens + tokens)
         numbers = {"learning_rate": rate, "tokens": state.tokens}
         if self._is_logged(state.step):
-            numbers |= self.clock.lap()
+            numbers |= self.clock.lap() | self._passes(state.step)
         done = Pending(state.step, numbers, loss, grad_norm)
         self._batch = next(self._batches, None)
         coming = self._batch.target_tokens if self._batch else 0
@@ -320,6 +344,15 @@ class Run:
                 if saves or state.best_step == state.step:
                     state = self._save(state, before, ends)
         return state
+
+    def _passes(self, step: int) -> dict[str, float]:
+        """How often each source of a mixture was passed through; a further pass is said."""
+        passes = self.loader.epochs_of(step)
+        for name, now in passes.items():
+            if int(now) > self._whole_passes.get(name, 0) and self.ranks.is_first:
+                log.info("step %d: source %s ran out and begins pass %d", step, name, int(now) + 1)
+        self._whole_passes = {name: int(now) for name, now in passes.items()}
+        return {f"epochs/{name}": now for name, now in passes.items()}
 
     def _save(self, state: TrainState, before: TrainState, ends: bool) -> TrainState:
         """Save, twice if need be at the end of a run; a best validation counts only with its checkpoint."""
@@ -355,6 +388,8 @@ class Run:
 
     def _validation_is_due(self, state: TrainState) -> bool:
         due = is_due(state.step, self.args.eval_interval) or state.step == self.plan.total_steps
+        if not state.step:
+            due = self._given_weights is not None
         return bool(self.validations) and due and state.validated_step < state.step
 
     def _validate(self, state: TrainState) -> TrainState:
@@ -362,10 +397,28 @@ class Run:
         if self.ranks.is_first:
             self.monitor.write(state.step, result)
         state = dataclasses.replace(state, validated_step=state.step)
+        self._warn_of_forgetting(state, result)
         loss, data = result["val_loss"], self._val_set
+        self._val_loss = loss
+        if len(self.validations) > 1 and state.general_val_set != data:
+            general = result[f"val_loss/{self.validations[0].name}"]
+            state = dataclasses.replace(state, general_val_loss=general, general_val_set=data)
+        if not state.step:
+            return state  # the best is one of the checkpoints
         if math.isfinite(loss) and (state.best_val_set != data or loss < state.best_val_loss):
             state = dataclasses.replace(state, best_step=state.step, best_val_loss=loss, best_val_set=data)
         return state
+
+    def _warn_of_forgetting(self, state: TrainState, result: dict[str, float]) -> None:
+        """Say, once, that the loss on the first source has risen since the first validation."""
+        if self._told_of_forgetting or len(self.validations) < 2 or state.general_val_set != self._val_set:
+            return
+        name = self.validations[0].name
+        now = result[f"val_loss/{name}"]
+        if (warning := advice.forgetting(state.general_val_loss, now, name)) and self.ranks.is_first:
+            log.warning("step %d: %s", state.step, warning)
+            self.monitor.event("forgetting", step=state.step, source=name, first=state.general_val_loss, now=now)
+        self._told_of_forgetting = warning is not None
 
     def outcome(self) -> tuple[int, str]:
         """Exit code and reason once the loop has ended."""

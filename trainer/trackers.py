@@ -92,7 +92,7 @@ class Wandb:
         self._run.define_metric("val_step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         seen.append(dict(self._run.summary))
-        self._has = {kind: max(row.get(kind, 0) for row in seen) for kind in ("step", "val_step")}
+        self._has = {kind: max(row.get(kind, -1) for row in seen) for kind in ("step", "val_step")}
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Hand over what wandb does not have yet; returns at once, whatever the network does."""
