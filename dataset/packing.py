@@ -151,6 +151,19 @@ class PackedChats:
         return reserve * self._varies
 
 
+def evaluation_chats(
+    paths: Sequence[str],
+    tokenizer: TextTokenizer,
+    max_seq_len: int,
+    cache_dir: Path,
+    reading: Reading = DEFAULT_READING,
+    builds: bool = True,
+) -> PackedChats:
+    """Return the packed rows of these files, unvaried."""
+    encoder = ChatEncoder(tokenizer, max_seq_len, 0.0)
+    return PackedChats(open_cache(list(paths), encoder, cache_dir, reading, builds).train, max_seq_len, tokenizer)
+
+
 def chat_rows(
     data_path: Sequence[str],
     val_path: Sequence[str] | None,
@@ -172,10 +185,9 @@ def chat_rows(
         raise ValueError("--val_path and --val_fraction exclude each other; give one of them")
     encoder = ChatEncoder(tokenizer, max_seq_len, val_fraction)
     cache = open_cache(list(data_path), encoder, cache_dir, reading, builds)
-    held_out = cache.val
+    held_out = PackedChats(cache.val, max_seq_len, tokenizer) if cache.val else None
     if val_path:
-        encoder = ChatEncoder(tokenizer, max_seq_len, 0.0)
-        held_out = open_cache(list(val_path), encoder, cache_dir, reading, builds).train
+        held_out = evaluation_chats(val_path, tokenizer, max_seq_len, cache_dir, reading, builds)
     train = PackedChats(cache.train, max_seq_len, tokenizer, variation)
     log.info(
         "training data: %d conversations in %d rows of %d; %.1f %% of the positions hold a token, %d learn one",
@@ -185,4 +197,4 @@ def chat_rows(
         100 * train.filled,
         train.target_counts.sum(),
     )
-    return train, PackedChats(held_out, max_seq_len, tokenizer) if held_out else None
+    return train, held_out

@@ -61,6 +61,19 @@ class TextWindows:
         return {"input_ids": torch.from_numpy(input_ids), "targets": torch.from_numpy(targets)}
 
 
+def evaluation_windows(
+    paths: Sequence[str],
+    tokenizer: TextTokenizer,
+    max_seq_len: int,
+    cache_dir: Path,
+    reading: Reading = DEFAULT_READING,
+    builds: bool = True,
+) -> TextWindows:
+    """Return windows in which every token of these files but the first is predicted once."""
+    stream = open_token_cache(list(paths), tokenizer, cache_dir, reading=reading, builds=builds).train
+    return TextWindows(stream, max_seq_len, keep_tail=True)
+
+
 def text_windows(
     data_path: Sequence[str],
     val_path: Sequence[str] | None,
@@ -80,11 +93,10 @@ def text_windows(
     if val_path and val_fraction:
         raise ValueError("--val_path and --val_fraction exclude each other; give one of them")
     cache = open_token_cache(list(data_path), tokenizer, cache_dir, val_fraction, reading, builds)
-    val_stream = cache.val
-    if val_path:
-        val_stream = open_token_cache(list(val_path), tokenizer, cache_dir, reading=reading, builds=builds).train
     train = TextWindows(cache.train, max_seq_len)
-    val = TextWindows(val_stream, max_seq_len, keep_tail=True) if val_stream else None
+    val = TextWindows(cache.val, max_seq_len, keep_tail=True) if cache.val else None
+    if val_path:
+        val = evaluation_windows(val_path, tokenizer, max_seq_len, cache_dir, reading, builds)
     used = len(train) * max_seq_len
     log.info(
         "training data: %d documents, %d windows of %d; %.2f %% of %d tokens are used and no position is padding",

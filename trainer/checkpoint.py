@@ -123,7 +123,7 @@ def step_folders(run_dir: Path) -> list[Path]:
     return sorted((p for p in run_dir.iterdir() if STEP_NAME.fullmatch(p.name)), key=checkpoint_step)
 
 
-def resolve_weights(name: str) -> Path:
+def resolve_weights(name: str, option: str = "--from_weight") -> Path:
     """The folder or file behind --from_weight: a run folder means its newest valid step.
 
     Raises ValueError where there is neither, or no valid checkpoint in the folder.
@@ -134,12 +134,12 @@ def resolve_weights(name: str) -> Path:
     if not folder.is_dir():
         hint = f"did you mean out/{name}?" if (Path("out") / name).is_dir() else "give a run's, a checkpoint's or a "
         hint += "" if hint.endswith("?") else "transformers folder"
-        raise ValueError(f"--from_weight {name}: no such folder (looked from {Path.cwd()}); {hint}")
+        raise ValueError(f"{option} {name}: no such folder (looked from {Path.cwd()}); {hint}")
     if not step_folders(folder):
         return folder
     newest = newest_valid(folder, owner=False)
     if newest is None:
-        raise ValueError(f"--from_weight {name}: none of its checkpoints is valid; give an older copy")
+        raise ValueError(f"{option} {name}: none of its checkpoints is valid; give an older copy")
     return newest
 
 
