@@ -2,7 +2,8 @@
 
     python -m scripts.make_starter_data
 
-pretrain.jsonl ({"text": ...}), sft.jsonl and lora_identity.jsonl ({"conversations": [...]}), questions.jsonl.
+pretrain.jsonl ({"text": ...}), sft.jsonl and lora_identity.jsonl ({"conversations": [...]}), questions.jsonl, and
+quiz.jsonl, the ten of them that the quick start asks in the end.
 Everything comes from the tables and skeletons in dataset/starter/*.txt, written for this project, and from arithmetic.
 
 Kept out of the three training files, so that a trained model can be asked about what it has not read:
@@ -39,6 +40,8 @@ FACT_FILES = ("facts_places.txt", "facts_nature.txt", "facts_people.txt")
 TELLINGS = {"stories.txt": 24, "essays.txt": 6}
 TELLINGS_PER_CHAT = {"chats.txt": 14, "identity.txt": 6}
 LINES_PER_SUM_PHRASING = 120
+# One question of each of these topics makes the quiz; chosen by a hash, so nobody picks what a model happens to know.
+QUIZ_TOPICS = ("+", "+", "-", ">", "country", "animal", "opposite", "person", "unit", "identity")
 
 
 class Piece(NamedTuple):
@@ -134,6 +137,15 @@ def make_chats() -> tuple[list[Chat], list[Chat], list[dict]]:
     return in_file_order(sft), in_file_order(identity), questions
 
 
+def choose_quiz(questions: Sequence[dict]) -> list[dict]:
+    """Return one question for each of QUIZ_TOPICS."""
+    chosen: list[dict] = []
+    for topic in QUIZ_TOPICS:
+        open_ones = [question for question in questions if question["topic"] == topic and question not in chosen]
+        chosen.append(min(open_ones, key=lambda question: number(f"quiz {question['question']}", 2**32)))
+    return chosen
+
+
 def columns(table: Table) -> Iterator[tuple[str, list[str]]]:
     """Yield the name and the different cells of every column."""
     for name, *cells in zip(table.columns, *table.rows, strict=True):
@@ -178,7 +190,7 @@ def write(path: Path, records: Iterable[dict], description: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write the four files into")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write the files into")
     out = parser.parse_args().out
     texts = make_texts()
     facts = sum(table.facts for table in fact_tables())
@@ -191,6 +203,7 @@ def main() -> None:
         write(out / name, ({"conversations": chat.messages} for chat in chats), description)
     topics = Counter(question["topic"] for question in questions)
     write(out / "questions.jsonl", questions, ", ".join(f"{count} {topic}" for topic, count in topics.items()))
+    write(out / "quiz.jsonl", choose_quiz(questions), f"one question each of {', '.join(QUIZ_TOPICS)}")
 
 
 if __name__ == "__main__":

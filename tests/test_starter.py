@@ -20,7 +20,7 @@ from trainer.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMITTED = ROOT / "dataset" / "starter"
-FILES = ("pretrain.jsonl", "sft.jsonl", "lora_identity.jsonl", "questions.jsonl")
+FILES = ("pretrain.jsonl", "sft.jsonl", "lora_identity.jsonl", "questions.jsonl", "quiz.jsonl")
 
 
 def read(name):
@@ -89,7 +89,7 @@ def test_committed_files_are_reproduced_byte_for_byte(tmp_path):
     for name, line in zip(FILES, result.stdout.splitlines(), strict=True):
         assert (tmp_path / name).read_bytes() == (COMMITTED / name).read_bytes(), name
         assert name in line
-        assert "distinct sentences" in line or name == "questions.jsonl"
+        assert "distinct sentences" in line or name in ("questions.jsonl", "quiz.jsonl")
 
 
 def test_sizes_suit_a_first_training_and_git(texts, sft, identity):
@@ -228,6 +228,14 @@ def test_questions_cover_both_languages_sums_and_the_name(questions):
         operator = question["topic"]
         assert starter_text.is_held_out(operator, a, b)
         assert int(question["answers"][0]) == {"+": a + b, "-": a - b, ">": max(a, b)}[operator]
+
+
+def test_quiz_is_ten_of_the_questions_with_three_sums(questions):
+    quiz = read("quiz.jsonl")
+    assert len({question["question"] for question in quiz}) == len(quiz) == 10
+    assert all(question in questions for question in quiz)
+    assert sum(question["topic"] in "+-" for question in quiz) >= 3
+    assert {is_chinese(question["question"]) for question in quiz} == {True, False}
 
 
 def test_the_model_gives_one_name_in_each_language(identity, questions):
