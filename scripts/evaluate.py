@@ -81,7 +81,9 @@ def questions_in(paths: list[str], encoding: str) -> list[dict]:
     for place, record in records_of(paths, encoding):
         if record is None:
             continue
-        if not isinstance(record, dict) or not isinstance(record.get("question"), str) or not record.get("answers"):
+        answers = record.get("answers") if isinstance(record, dict) else None
+        listed = isinstance(answers, list) and answers and all(isinstance(answer, str) for answer in answers)
+        if not listed or not isinstance(record.get("question"), str):
             raise ValueError(f'{place}: no question; {{"question": "...", "answers": ["..."]}} is one')
         questions.append(record)
     return questions
@@ -125,8 +127,8 @@ def ask(model: GPT, tokenizer: TextTokenizer, questions: list[dict], batch_size:
     print(f"{sum(right.values())} of {total} right; {ended} of {total} answers ended by themselves")
 
 
-def measure(model: GPT, tokenizer: TextTokenizer, kind: str, args: argparse.Namespace) -> None:
-    """Print loss, perplexity and bits per byte of texts or chats."""
+def measure(model: GPT, tokenizer: TextTokenizer, kind: str, args: argparse.Namespace) -> dict[str, float]:
+    """Print loss, perplexity and bits per byte of texts or chats; return what `trainer.evaluation.evaluate` does."""
     max_seq_len = args.max_seq_len or ROW_TOKENS[kind]
     open_samples = evaluation_windows if kind == TEXT else evaluation_chats
     reading = Reading(args.text_key, args.encoding, args.skip_bad_lines)
@@ -146,23 +148,32 @@ def measure(model: GPT, tokenizer: TextTokenizer, kind: str, args: argparse.Name
         f"loss {loss:.6f} nats per target token, perplexity {math.exp(min(loss, 700)):.4g}, "
         f"{result['val_bits_per_byte']:.6f} bits per byte"
     )
+    return result
+
+
+def evaluate_folder(args: argparse.Namespace) -> dict[str, float] | None:
+    """Open the model and the data, and measure; what `measure` returns, None of questions.
+
+    Raises ValueError or OSError for a model, a tokenizer or data that cannot be used.
+    """
+    source = resolve_weights(args.folder, "FOLDER")
+    tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_path, source))
+    model = open_model(source).eval().to(choose_device(args.device, 0))
+    require_matching(tokenizer, model.config.vocab_size, source if source.is_dir() else None)
+    kind = kind_of(record for _, record in islice(records_of(args.data, args.encoding), 100))
+    if kind != QUESTIONS:
+        return measure(model, tokenizer, kind, args)
+    ask(model, tokenizer, questions_in(args.data, args.encoding), args.batch_size, args.max_new_tokens)
+    return None
 
 
 def main() -> None:
-    """Open the model and the data, and measure."""
+    """Measure what the command line names."""
     parser = options()
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        source = resolve_weights(args.folder, "FOLDER")
-        tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_path, source))
-        model = open_model(source).eval().to(choose_device(args.device, 0))
-        require_matching(tokenizer, model.config.vocab_size, source if source.is_dir() else None)
-        kind = kind_of(record for _, record in islice(records_of(args.data, args.encoding), 100))
-        if kind == QUESTIONS:
-            ask(model, tokenizer, questions_in(args.data, args.encoding), args.batch_size, args.max_new_tokens)
-        else:
-            measure(model, tokenizer, kind, args)
+        evaluate_folder(args)
     except (ValueError, OSError) as problem:
         parser.error(str(problem))
 

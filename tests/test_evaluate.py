@@ -1,0 +1,109 @@
+"""scripts/evaluate.py: training's own validation again, and which answers to questions count as right."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+import train_sft
+from model.gpt import GPT, GPTConfig
+from model.weights import save_model_folder
+from scripts import evaluate
+from tests.conftest import ROOT, TINY, lively, train, write_texts
+from tests.test_train_sft import write_chats
+from trainer.checkpoint import step_folders
+
+CONFIG = GPTConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+
+
+def parsed(*arguments: object) -> argparse.Namespace:
+    return evaluate.options().parse_args([*map(str, arguments), "--device", "cpu"])
+
+
+def save(folder: Path) -> Path:
+    model = lively(GPT(CONFIG))
+    save_model_folder(folder, CONFIG, model.state_dict(), tokenizer_folder=ROOT / "model" / "tokenizer")
+    return folder
+
+
+def last_validation(run: Path) -> dict[str, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "val_loss" in line][-1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_texts_measure_as_the_trainings_last_validation(tmp_path: Path, texts: Path, dtype: str) -> None:
+    run, held_out = tmp_path / "run", write_texts(tmp_path / "held_out.jsonl", 9, seed=5)
+    where = ["--cache_dir", tmp_path / "cache", "--dtype", dtype]
+    assert train(*TINY, *where, "--data_path", texts, "--val_path", held_out, "--max_steps", 4, "--out_dir", run) == 0
+    found = evaluate.evaluate_folder(parsed(run, held_out, "--max_seq_len", 32, *where))
+    wanted = last_validation(run)
+    assert found["val_loss"] == pytest.approx(wanted["val_loss"], abs=1e-6)
+    assert found["val_bits_per_byte"] == pytest.approx(wanted["val_bits_per_byte"], abs=1e-6)
+
+
+def test_chats_measure_as_the_trainings_last_validation(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run, base = tmp_path / "run", save(tmp_path / "base")
+    chats, held_out = write_chats(tmp_path / "chats.jsonl", 20), write_chats(tmp_path / "held_out.jsonl", 9, seed=5)
+    same = ["--cache_dir", tmp_path / "cache", "--dtype", "float32", "--max_seq_len", 96]
+    options = ["--data_path", chats, "--val_path", held_out, "--from_weight", base, "--max_steps", 3, "--out_dir", run]
+    more = ["--batch_size", 2, "--num_workers", 0, "--device", "cpu"]
+    assert train(*options, *same, *more, script=train_sft) == 0
+    found = evaluate.evaluate_folder(parsed(run, held_out, *same))
+    wanted = last_validation(run)
+    assert found["val_loss"] == pytest.approx(wanted["val_loss"], abs=1e-6)
+    assert found["val_bits_per_byte"] == pytest.approx(wanted["val_bits_per_byte"], abs=1e-6)
+    assert f"loss {wanted['val_loss']:.3f}" in capsys.readouterr().out
+    # A step's folder is as good as its run's.
+    assert evaluate.evaluate_folder(parsed(step_folders(run)[-1], held_out, *same)) == found
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "right"),
+    [
+        ("共有12个。", ["12"], True),
+        ("It is 12.", ["12"], True),
+        ("112", ["12"], False),
+        ("12.5", ["12"], False),
+        ("1200 or 12,5", ["12"], False),
+        ("The capital is PARIS.", ["Paris"], True),
+        ("Parisian", ["Paris"], False),
+        ("答案是巴黎市", ["巴黎"], True),
+        ("首都是Paris。", ["巴黎", "Paris"], True),
+        ("", ["Paris"], False),
+    ],
+)
+def test_an_accepted_answer_stands_whole_in_a_right_one(answer: str, accepted: list[str], right: bool) -> None:
+    assert evaluate.is_right(answer, accepted) is right
+
+
+def test_every_question_is_shown_with_its_answer_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder, questions = save(tmp_path / "model"), tmp_path / "questions.jsonl"
+    asked = ["What is the capital of France?", "1+1?", "你好"]
+    lines = [{"question": text, "answers": ["\u0000"], "topic": text[0]} for text in asked]
+
+    def write() -> None:
+        questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write()
+    assert evaluate.evaluate_folder(parsed(folder, questions, "--max_new_tokens", 5)) is None
+    first = capsys.readouterr().out.splitlines()
+    assert [line.startswith(f"WRONG  {text}  ->  ") for line, text in zip(first, asked, strict=False)] == [True] * 3
+    assert first[-1] == "0 of 3 right; 0 of 3 answers ended by themselves"
+    assert first[-2] == "by topic: W 0/1, 1 0/1, 你 0/1"
+    # What the model says to the last one is accepted now: batches of one answer as batches of three do.
+    lines[2]["answers"] = [first[2].partition("  ->  ")[2]]
+    write()
+    evaluate.evaluate_folder(parsed(folder, questions, "--max_new_tokens", 5, "--batch_size", 1))
+    second = capsys.readouterr().out.splitlines()
+    assert second[2] == first[2].replace("WRONG", "right", 1)
+    assert second[-1].startswith("1 of 3 right")
+
+
+@pytest.mark.parametrize("bad", ['{"question": "c"}', '{"question": "c", "answers": "d"}', '["c"]'])
+def test_a_record_that_is_no_question_is_named(tmp_path: Path, bad: str) -> None:
+    folder, questions = save(tmp_path / "model"), tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "a", "answers": ["b"]}\n' + bad + "\n")
+    with pytest.raises(ValueError, match=r"questions\.jsonl.*2.*no question"):
+        evaluate.evaluate_folder(parsed(folder, questions))
