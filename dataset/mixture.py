@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,6 +97,7 @@ class Mixture:
             Stream(samples, math.lcm(*parts) // part, seed + number)
             for number, (samples, part) in enumerate(zip(sources, parts, strict=True))
         ]
+        self._rows_per_time = sum(Fraction(s.length, 2 * s.tokens * s.scale) for s in self._streams)
         self._offsets = np.cumsum([0, *map(len, sources)])
         end = max(2 * stream.tokens * stream.scale for stream in self._streams)
         rows = [stream.rows_before(end) for stream in self._streams]
@@ -110,8 +112,8 @@ class Mixture:
         """What identifies the data and their order, seed aside, as JSON's types."""
         if len(self.sources) == 1:
             return self.sources[0].data_sha256
-        parts = zip(self.names, self.sources, self.shares, strict=True)
-        return {name: {"share": share, "sha256": samples.data_sha256} for name, samples, share in parts}
+        parts = enumerate(zip(self.names, self.sources, self.shares, strict=True), 1)
+        return {f"{n} {name}": {"share": share, "sha256": part.data_sha256} for n, (name, part, share) in parts}
 
     def order(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the samples at positions first .. first + count - 1, and the pass over its source of each."""
@@ -178,9 +180,14 @@ class Mixture:
         """Rows of each source before the last time that at most `position` rows stand before; and how many lack."""
         if len(self._streams) == 1:
             return [position], 0
-        low, high = 0, 1
+        # From where it should be, so that only the epochs around it are ever laid out.
+        low = high = int(position / self._rows_per_time)
+        reach = 1
         while self._passed(high) <= position:
-            high *= 2
+            low, high, reach = high, high + reach, 2 * reach
+        reach = 1
+        while self._passed(low) > position:
+            low, high, reach = max(0, low - reach), low, 2 * reach
         while high - low > 1:
             middle = (low + high) // 2
             if self._passed(middle) <= position:
@@ -240,5 +247,8 @@ def mixed(
 
 def distinct_names(paths: Sequence[str]) -> list[str]:
     """The stems of the paths, numbered where two have the same."""
-    stems = [Path(path).name.split(".")[0] or f"source{number}" for number, path in enumerate(paths, 1)]
-    return [stem if stems.count(stem) == 1 else f"{stem}_{number}" for number, stem in enumerate(stems, 1)]
+    names: list[str] = []
+    for path in paths:
+        stem = Path(path).name.split(".")[0] or "source"
+        names.append(next(name for name in chain([stem], (f"{stem}_{n}" for n in count(2))) if name not in names))
+    return names
