@@ -7,11 +7,16 @@ from torch import Tensor
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+def plain_name(name: str) -> str:
+    """A name without the `module.` of DDP and the `_orig_mod.` of torch.compile, however they are nested."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+
 def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names without the `module.` of DDP and the `_orig_mod.` of torch.compile, however they are nested."""
+    """The tensors under their plain names; two that become one are a ValueError."""
     plain: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        short = ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+        short = plain_name(name)
         if short in plain:
             raise ValueError(f"two tensors are called {short!r} once wrapper prefixes are removed; keep one")
         plain[short] = tensor

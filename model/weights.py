@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from model.gpt import GPT, GPTConfig
 from model.minimind import read_minimind
-from model.names import Shapes, plain_names, require_shapes, shapes_of
+from model.names import Shapes, plain_name, plain_names, require_shapes, shapes_of
 
 COPIED_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -198,12 +199,12 @@ def load_weights_into(model: GPT, folder: Path) -> None:
     try:
         stored = _stored_tensors(folder)
         spare_head = stored.pop("lm_head.weight", None) if saved.tie_word_embeddings else None
-        _check_shapes(saved, {name: shape for name, (_, shape) in stored.items()}, str(folder))
+        _check_shapes(saved, {name: part.shape for name, part in stored.items()}, str(folder))
         with torch.no_grad():
             if spare_head is not None:
-                _check_tied(folder, spare_head[0], stored[EMBEDDING][0])
+                _check_tied(folder, spare_head, stored[EMBEDDING])
             for name, parameter in model.named_parameters():
-                parameter.copy_(_read_tensor(stored[name][0], name))
+                parameter.copy_(stored[name].read())
     except SafetensorError as error:
         raise ValueError(f"{folder}: damaged safetensors file ({error}); copy or save it again") from None
 
@@ -261,9 +262,33 @@ def _tensor_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _stored_tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Name -> file and shape of every tensor of a folder; reads headers only."""
-    stored: dict[str, tuple[Path, tuple[int, ...]]] = {}
+class _Stored(NamedTuple):
+    """Where a tensor lies: its file, its name there, and its shape."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        with safe_open(self.path, framework="pt") as tensors:
+            return tensors.get_tensor(self.name)
+
+
+class _Stored(NamedTuple):
+    """A tensor that lies in a file, there perhaps under a wrapper's name."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self) -> Tensor:
+        with safe_open(self.path, framework="pt") as tensors:
+            return tensors.get_tensor(self.name)
+
+
+def _stored_tensors(folder: Path) -> dict[str, _Stored]:
+    """Every tensor of a folder by its plain name; reads headers only."""
+    stored: dict[str, _Stored] = {}
     for path in _tensor_files(folder):
         with safe_open(path, framework="pt") as tensors:
             for name in sorted(tensors.keys()):
@@ -272,19 +297,13 @@ def _stored_tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
                     raise ValueError(f"{folder}: {name} is in two shards; copy or save the folder again")
                 if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                     raise ValueError(f"{path}: {name} is stored as {part.get_dtype()}; only float weights load")
-                stored[name] = (path, tuple(part.get_shape()))
-    return stored
+                stored[name] = _Stored(path, name, tuple(part.get_shape()))
+    return plain_names(stored)
 
 
-def _read_tensor(path: Path, name: str) -> Tensor:
-    with safe_open(path, framework="pt") as tensors:
-        return tensors.get_tensor(name)
-
-
-def _check_tied(folder: Path, head_path: Path, embedding_path: Path) -> None:
+def _check_tied(folder: Path, head: _Stored, embedding: _Stored) -> None:
     """Some writers store a tied head a second time; a copy that differs means that the folder is not tied."""
-    head, embedding = _read_tensor(head_path, "lm_head.weight"), _read_tensor(embedding_path, EMBEDDING)
-    if not torch.equal(head, embedding):
+    if not torch.equal(head.read(), embedding.read()):
         raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from {EMBEDDING}")
 
 
