@@ -274,31 +274,21 @@ class _Stored(NamedTuple):
             return tensors.get_tensor(self.name)
 
 
-class _Stored(NamedTuple):
-    """A tensor that lies in a file, there perhaps under a wrapper's name."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-
-    def read(self) -> Tensor:
-        with safe_open(self.path, framework="pt") as tensors:
-            return tensors.get_tensor(self.name)
-
-
 def _stored_tensors(folder: Path) -> dict[str, _Stored]:
     """Every tensor of a folder by its plain name; reads headers only."""
     stored: dict[str, _Stored] = {}
     for path in _tensor_files(folder):
         with safe_open(path, framework="pt") as tensors:
-            for name in sorted(tensors.keys()):
-                part = tensors.get_slice(name)
+            for given in sorted(tensors.keys()):
+                name, part = plain_name(given), tensors.get_slice(given)
                 if name in stored:
-                    raise ValueError(f"{folder}: {name} is in two shards; copy or save the folder again")
+                    raise ValueError(
+                        f"{folder}: {name} is there twice, as {stored[name].name} and {given}; save it again"
+                    )
                 if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                     raise ValueError(f"{path}: {name} is stored as {part.get_dtype()}; only float weights load")
-                stored[name] = _Stored(path, name, tuple(part.get_shape()))
-    return plain_names(stored)
+                stored[name] = _Stored(path, given, tuple(part.get_shape()))
+    return stored
 
 
 def _check_tied(folder: Path, head: _Stored, embedding: _Stored) -> None:

@@ -234,6 +234,18 @@ def test_wrapper_prefixes_are_stripped_in_any_nesting(tmp_path, prefix):
     assert load_file(tmp_path / "model.safetensors").keys() == state.keys() - {"lm_head.weight"}
 
 
+def test_a_folder_with_wrapped_names_loads_as_one_without(folder):
+    path, model = folder / "model.safetensors", load_model_folder(folder)
+    prefixes = ("module.", "_orig_mod.", "module._orig_mod.", "")
+    wrapped = {prefixes[n % 4] + name: tensor for n, (name, tensor) in enumerate(load_file(path).items())}
+    save_file(wrapped, path)
+    for name, tensor in load_model_folder(folder).state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+    save_file(wrapped | {"module.model.norm.weight": torch.zeros(64), "model.norm.weight": torch.zeros(64)}, path)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight is there twice, as model\.norm.* and module\.model"):
+        load_model_folder(folder)
+
+
 def test_two_names_that_become_one_are_refused():
     with pytest.raises(ValueError, match=r"'a.weight'"):
         plain_names({"a.weight": torch.zeros(1), "module.a.weight": torch.ones(1)})
