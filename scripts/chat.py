@@ -1,7 +1,8 @@
 """Talk to a trained model: `python -m scripts.chat` takes the newest of out/lora, out/sft and out/pretrain.
 
 A model that was trained on plain text only continues each line by itself. Lines may come from a pipe; answers go to
-standard output, everything else to standard error. /reset begins a new conversation, /exit leaves.
+standard output, everything else to standard error. /reset begins a new conversation, /exit leaves, and
+"/tool RESULT" gives what a tool that the model has called returned.
 """
 
 import argparse
@@ -15,17 +16,20 @@ from pathlib import Path
 import torch
 
 from dataset.chat import encode, prompt_ids
-from dataset.conversations import SYSTEM, USER, Conversation, Turn
-from dataset.tokenizer import TextTokenizer, load_tokenizer, require_matching
+from dataset.conversations import SYSTEM, TOOL, USER, Conversation, Turn, conversation_of
+from dataset.records import BadRecord
+from dataset.tokenizer import TextTokenizer, load_tokenizer, require_matching, tokenizer_folder
 from model.cache import KVCache
 from model.generation import CONTEXT, LENGTH, LOOP, Answer, Sampling, stream
 from model.gpt import GPT
-from model.weights import CONFIG_FILE, load_model_folder
-from trainer.checkpoint import MANIFEST, newest_valid, step_folders
+from model.lora import is_adapter, open_model
+from model.weights import CONFIG_FILE
+from trainer.checkpoint import MANIFEST, newest_valid, read_json, resolve_weights, step_folders
 from trainer.options import add_switch, new_parser
 
 RUNS = ("out/lora", "out/sft", "out/pretrain")
 CHAT_STAGES = ("sft", "lora")
+TOOL_COMMAND = "/tool "
 BROKEN = "\ufffd"  # what undecodable bytes become
 
 
@@ -33,7 +37,9 @@ def options() -> argparse.ArgumentParser:
     """The options; the sampling defaults are Sampling's."""
     parser = new_parser(__doc__.splitlines()[0])
     parser.add_argument(
-        "--load_from", default=None, help="a run's, a checkpoint's or any transformers Llama or Qwen3 folder"
+        "--load_from",
+        default=None,
+        help="a run's, a checkpoint's, a LoRA adapter's or any transformers Llama or Qwen3 folder, or a MiniMind .pth",
     )
     parser.add_argument("--tokenizer_path", default=None, help="folder with tokenizer.json, if not the model's own")
     parser.add_argument(
@@ -44,6 +50,9 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--prompt", default=None, help="answer this alone and leave")
     parser.add_argument("--system", default=None, help="text of a system turn before the first")
+    parser.add_argument("--tools", default=None, help="JSON file with a list of tools that the model is told of")
+    add_switch(parser, "--open_thinking", default=False, help="begin every answer inside a think block")
+    add_switch(parser, "--empty_think", default=False, help="begin every answer after an empty think block")
     parser.add_argument("--max_new_tokens", type=int, default=Sampling.max_new_tokens, help="tokens of an answer")
     parser.add_argument(
         "--temperature", type=float, default=Sampling.temperature, help="0: always the likeliest token; 1: as trained"
@@ -69,21 +78,36 @@ class Session:
     An answer stays in it as the ids that were generated: decoding and encoding may give others, and no cache hit.
     """
 
-    def __init__(self, model: GPT, tokenizer: TextTokenizer, how: Sampling, *, chats: bool, system: str | None) -> None:
-        self.model, self.tokenizer, self.how, self.chats, self.system = model, tokenizer, how, chats, system
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: TextTokenizer,
+        how: Sampling,
+        *,
+        chats: bool,
+        opening: Conversation,
+        header: list[int],
+    ) -> None:
+        """Begin with `opening`: a system turn, or tools, or neither. header: ids that every answer follows."""
+        self.model, self.tokenizer, self.how, self.chats = model, tokenizer, how, chats
+        self.opening, self.header = opening, header
         self.ending: str | None = None  # of the last answer
         self.turns = 0
         self.reset()
 
     def reset(self) -> None:
-        """Forget all turns but the system's."""
+        """Forget all turns but the opening."""
         self.cache = KVCache(len(self.model.model.layers))
-        self.ids = turn_ids(self.tokenizer, SYSTEM, self.system) if self.chats and self.system else []
+        [blocks] = encode([self.opening], self.tokenizer)
+        self.ids = [token for block in blocks for token in block.ids] if self.chats else []
 
-    def reply(self, text: str) -> Iterator[str]:
-        """Yield the answer piece by piece; left early, the turn ends there. ContextFull leaves all as it was."""
+    def reply(self, text: str, role: str = USER) -> Iterator[str]:
+        """Yield the answer piece by piece; left early, the turn ends there. ContextFull leaves all as it was.
+
+        role: who says `text`, USER or TOOL.
+        """
         if self.chats:
-            prompt = self.ids + turn_ids(self.tokenizer, USER, text) + header_ids(self.tokenizer)
+            prompt = self.ids + turn_ids(self.tokenizer, role, text) + self.header
         else:
             prompt = [self.tokenizer.bos_id, *self.tokenizer.encode_texts([text])[0]]
         limit = self.model.config.max_position_embeddings
@@ -118,9 +142,26 @@ def turn_ids(tokenizer: TextTokenizer, role: str, content: str) -> list[int]:
     return block.ids
 
 
-def header_ids(tokenizer: TextTokenizer) -> list[int]:
-    """What an answer follows."""
-    return prompt_ids(Conversation(()), tokenizer)
+def header_ids(tokenizer: TextTokenizer, open_thinking: bool = False, empty_think: bool = False) -> list[int]:
+    """What an answer follows. Raises ValueError where it should begin inside a think block and after one."""
+    if open_thinking and empty_think:
+        raise ValueError("--open_thinking and --empty_think exclude each other; give one of them")
+    return prompt_ids(Conversation((), empty_think=empty_think), tokenizer, open_thinking)
+
+
+def opening_of(system: str | None, tools_file: str | None) -> Conversation:
+    """What is there before the first question. Raises ValueError or OSError for a file that holds no tools."""
+    tools = ()
+    if tools_file:
+        # Read as a training record's, so that the model is told of them as it was in training.
+        turns = [{"role": role, "content": "-"} for role in ("user", "assistant")]
+        try:
+            tools = conversation_of({"messages": turns, "tools": read_json(Path(tools_file))}).tools
+        except BadRecord as problem:
+            raise ValueError(f"--tools {tools_file}: {problem}; give a JSON list of tool descriptions") from None
+        if not tools:
+            raise ValueError(f"--tools {tools_file}: no tool in it; give a JSON list of tool descriptions")
+    return Conversation((Turn(SYSTEM, system),) if system else (), tools)
 
 
 def end_ids(tokenizer: TextTokenizer) -> list[int]:
@@ -153,30 +194,24 @@ class TextPieces:
 
 
 def model_folder(load_from: str | None) -> Path:
-    """The folder to load: a run's newest valid step, the folder itself, or by default the last run's of RUNS."""
+    """What to load: a run's newest valid step, the folder or file itself, or by default the last run's of RUNS."""
     if load_from is None:
         runs = [run for run in map(Path, RUNS) if step_folders(run)]
         for run in sorted(runs, key=lambda run: step_folders(run)[-1].stat().st_mtime, reverse=True):
             newest = newest_valid(run, owner=False)
-            if newest and (newest / CONFIG_FILE).is_file():
+            if newest and (is_adapter(newest) or (newest / CONFIG_FILE).is_file()):
                 return newest
         raise ValueError(
             f"no model in any of {', '.join(RUNS)} (looked from {Path.cwd()}); train one with bash "
             "scripts/quickstart.sh, or give --load_from FOLDER"
         )
-    folder = Path(load_from)
-    if not folder.is_dir():
-        raise ValueError(f"--load_from {load_from}: no such folder (looked from {Path.cwd()}); give a model's folder")
-    if not step_folders(folder):
-        return folder
-    newest = newest_valid(folder, owner=False)
-    if newest is None:
-        raise ValueError(f"--load_from {load_from}: none of its checkpoints is valid; give an older copy")
-    return newest
+    return resolve_weights(load_from, "--load_from")
 
 
 def was_trained_to_chat(folder: Path) -> bool:
-    """Whether a checkpoint's manifest says so. A folder from elsewhere does not tell: no."""
+    """Whether a checkpoint's manifest says so. An adapter is, and a folder from elsewhere does not tell: no."""
+    if is_adapter(folder):
+        return True
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         return manifest["fingerprint"]["stage"] in CHAT_STAGES
@@ -187,13 +222,14 @@ def was_trained_to_chat(folder: Path) -> bool:
 def open_session(args: argparse.Namespace) -> Session:
     """Load what the options name; says on standard error what that is. Raises ValueError or OSError."""
     folder = model_folder(args.load_from)
-    tokenizer = load_tokenizer(args.tokenizer_path or folder)
+    tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_path, folder))
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "loop_guard")
     # None of the three belongs into an answer: a model that writes one has ended it or begins another turn.
     stop_ids = frozenset((tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id))
     how = Sampling(stop_ids=stop_ids, **{name: getattr(args, name) for name in names})
-    model = load_model_folder(folder).eval()
-    require_matching(tokenizer, model.config.vocab_size, folder)
+    opening, header = opening_of(args.system, args.tools), header_ids(tokenizer, args.open_thinking, args.empty_think)
+    model = open_model(folder).eval()
+    require_matching(tokenizer, model.config.vocab_size, folder if folder.is_dir() else None)
     try:
         model.to(args.device, getattr(torch, args.dtype))
     except RuntimeError as problem:
@@ -202,7 +238,7 @@ def open_session(args: argparse.Namespace) -> Session:
     size = sum(weight.numel() for weight in model.parameters())
     doing = "chatting" if chats else "continuing plain text (--mode chat for a model that answers)"
     say(f"{folder}: {size / 1e6:.1f} M parameters, {doing}; /reset begins anew, /exit leaves")
-    return Session(model, tokenizer, how, chats=chats, system=args.system)
+    return Session(model, tokenizer, how, chats=chats, opening=opening, header=header)
 
 
 def typed_lines() -> Iterator[str]:
@@ -221,7 +257,7 @@ def typed_lines() -> Iterator[str]:
 
 
 def talk(session: Session, lines: Iterator[str]) -> None:
-    """Answer line after line until they end or one of them is /exit."""
+    """Answer line after line until they end or one of them is /exit; see the module for the commands."""
     for line in lines:
         command = line.strip()
         if command == "/exit":
@@ -229,17 +265,20 @@ def talk(session: Session, lines: Iterator[str]) -> None:
         if command == "/reset":
             session.reset()
             say("a new conversation")
+        elif command.startswith(TOOL_COMMAND) and not session.chats:
+            say("a model that continues plain text takes no results of tools; --mode chat")
         elif command:
+            is_result = command.startswith(TOOL_COMMAND)
             try:
-                answer(session, line)
+                answer(session, command.removeprefix(TOOL_COMMAND) if is_result else line, TOOL if is_result else USER)
             except ContextFull as problem:
                 say(str(problem))
 
 
-def answer(session: Session, text: str) -> None:
+def answer(session: Session, text: str, role: str = USER) -> None:
     """Print one answer as it comes, and why it ended where that is not its own doing."""
     try:
-        with contextlib.closing(session.reply(text)) as pieces:
+        with contextlib.closing(session.reply(text, role)) as pieces:
             for piece in pieces:
                 print(piece, end="", flush=True)
     except KeyboardInterrupt:

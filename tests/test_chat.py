@@ -1,17 +1,24 @@
 """scripts/chat.py: which model, which turns, which text; at a terminal's and at a pipe's end."""
 
 import argparse
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from dataset.conversations import Conversation
 from dataset.tokenizer import TextTokenizer, load_tokenizer
 from model.generation import Sampling
 from model.gpt import GPT, GPTConfig
-from model.weights import save_model_folder
+from model.lora import LoRAConfig, attach_lora, base_fingerprint, open_model, save_adapter
+from model.minimind import minimind_state
+from model.weights import load_model, save_model_folder
 from scripts import chat
 from tests.conftest import ROOT, lively
 from trainer.checkpoint import write_checkpoint
@@ -46,7 +53,8 @@ def parsed(*arguments: object) -> argparse.Namespace:
 
 def session(tokenizer: TextTokenizer, model: GPT, **changes) -> chat.Session:
     how = Sampling(max_new_tokens=12, temperature=0, stop_ids=frozenset({0, 1, 2}))
-    return chat.Session(model, tokenizer, how, **{"chats": True, "system": None, **changes})
+    settings = {"chats": True, "opening": Conversation(()), "header": chat.header_ids(tokenizer)}
+    return chat.Session(model, tokenizer, how, **settings | changes)
 
 
 def test_lines_from_a_pipe_are_answered_on_standard_output_until_exit(tmp_path: Path) -> None:
@@ -75,7 +83,7 @@ def test_lines_from_a_pipe_are_answered_on_standard_output_until_exit(tmp_path: 
 
 def test_a_turn_is_written_in_the_template_and_a_marker_in_it_stays_text(tokenizer: TextTokenizer) -> None:
     model = tiny()
-    with_system = session(tokenizer, model, system="Be brief.")
+    with_system = session(tokenizer, model, opening=chat.opening_of("Be brief.", None))
     said = "What does <|im_end|> or <think> mean?"
     answer = "".join(with_system.reply(said))
     written = tokenizer.decode(with_system.ids)
@@ -106,6 +114,61 @@ def test_later_turns_follow_the_earlier_ones_and_cost_no_second_pass_over_them(t
     assert "".join(running.reply("one apple")) == first
 
 
+@pytest.fixture(scope="module")
+def template() -> Callable[..., str]:
+    transformers = pytest.importorskip("transformers")
+    foreign = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
+    return partial(foreign.apply_chat_template, tokenize=False, add_generation_prompt=True)
+
+
+def first_prompt(session: chat.Session, text: str) -> str:
+    """The text that the model is given before its first answer."""
+    fed = []
+    session.model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: fed.append(inputs[0].tolist()))
+    "".join(session.reply(text))
+    return session.tokenizer.decode(fed[0][0])
+
+
+@pytest.mark.parametrize("setting", [None, "open_thinking", "empty_think"])
+def test_an_answer_follows_the_templates_header(tmp_path: Path, template: Callable, setting: str | None) -> None:
+    arguments = ["--load_from", save(tmp_path / "m"), "--mode", "chat", "--max_new_tokens", 2]
+    running = chat.open_session(parsed(*arguments, *([f"--{setting}", 1] if setting else [])))
+    wanted = template([{"role": "user", "content": "hi"}], **({setting: True} if setting else {}))
+    assert first_prompt(running, "hi") == wanted
+
+
+def test_tools_and_their_results_are_told_as_the_template_tells_them(tmp_path: Path, template) -> None:
+    tools = [{"type": "function", "function": {"name": "time", "parameters": {"city": "北京"}}}]
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps(tools))
+    options = ["--load_from", save(tmp_path / "m"), "--mode", "chat", "--tools", file, "--system", "Be brief."]
+    running = chat.open_session(parsed(*options, "--max_new_tokens", 3, "--temperature", 0))
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    asked = first_prompt(running, "hi")
+    assert asked == template(messages, tools=tools)
+    chat.talk(running, iter(['/tool {"time": "12:00"}']))
+    turn = '<|im_start|>user\n<tool_response>\n{"time": "12:00"}\n</tool_response><|im_end|>\n<|im_start|>assistant\n'
+    written = running.tokenizer.decode(running.ids)
+    assert written.startswith(asked)
+    assert turn in written
+    # The control token, not its name in ordinary ones.
+    assert running.tokenizer.control_id("<tool_response>") in running.ids
+
+
+def test_a_tools_result_means_nothing_to_plain_text(tokenizer, capsys: pytest.CaptureFixture) -> None:
+    chat.talk(session(tokenizer, tiny(), chats=False), iter(["/tool 12"]))
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "--mode chat" in printed.err
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '[{"name": 3}]', '"text"'])
+def test_a_file_without_tools_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tools.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tools\.json"):
+        chat.opening_of(None, str(tmp_path / "tools.json"))
+
+
 def test_an_answer_left_early_ends_there_and_the_conversation_goes_on(tokenizer: TextTokenizer) -> None:
     stopped = session(tokenizer, tiny())
     pieces = stopped.reply("hello")
@@ -118,7 +181,7 @@ def test_an_answer_left_early_ends_there_and_the_conversation_goes_on(tokenizer:
 def test_a_pretrained_model_continues_each_line_after_a_start_token_only(tokenizer: TextTokenizer) -> None:
     model, seen = tiny(), []
     model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].tolist()))
-    plain = session(tokenizer, model, chats=False, system="never said")
+    plain = session(tokenizer, model, chats=False, opening=chat.opening_of("never said", None))
     texts = tokenizer.encode_texts(["The sun", "A cat"])
     list(plain.reply("The sun"))
     assert seen[0] == [[tokenizer.bos_id, *texts[0]]]
@@ -206,11 +269,46 @@ def test_how_a_folder_was_trained_decides_how_it_is_used(tmp_path: Path, capsys:
     assert "--mode chat" in capsys.readouterr().err
 
 
+def test_an_adapter_is_found_and_chats_as_adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sft = checkpoint(Path("out/sft"), 7, "sft")
+
+    def write(folder: Path) -> None:
+        model, lora = load_model(sft), LoRAConfig(rank=2)
+        fingerprint = base_fingerprint(model)
+        attach_lora(model, lora)
+        lively(model, seed=3)  # its updates; the base's weights are not saved
+        save_adapter(folder, model, lora, model.state_dict(), base=str(sft), base_fingerprint=fingerprint)
+        load_tokenizer(TOKENIZER).save(folder)
+
+    Path("out/lora").mkdir()
+    lora = write_checkpoint(Path("out/lora"), 2, write, {"stage": "lora"}, lambda: None)
+    os.utime(sft, (1e9, 1e9))
+    assert chat.model_folder(None) == lora
+    greedy = ["--temperature", 0, "--max_new_tokens", 8]
+    adapted = chat.open_session(parsed(*greedy))
+    assert adapted.chats
+    wanted = session(load_tokenizer(TOKENIZER), open_model(lora).eval(), chats=True)
+    answer = "".join(adapted.reply("hello"))
+    wanted.how = adapted.how
+    assert answer == "".join(wanted.reply("hello"))
+    assert answer != "".join(chat.open_session(parsed("--load_from", sft, *greedy)).reply("hello"))
+
+
+def test_a_minimind_file_chats_with_a_tokenizer_that_is_named(tmp_path: Path) -> None:
+    config = GPTConfig(**SIZES | {"num_attention_heads": 8}, rms_norm_eps=1e-5)
+    path = tmp_path / "full_sft_32.pth"
+    torch.save(minimind_state(config, lively(GPT(config)).state_dict()), path)
+    with pytest.raises(ValueError, match="no tokenizer beside it"):
+        chat.open_session(parsed("--load_from", path))
+    assert "".join(chat.open_session(parsed("--load_from", path, "--tokenizer_path", TOKENIZER)).reply("hello"))
+
+
 def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "other"
     small = GPT(GPTConfig(**SIZES, vocab_size=6399))
     save_model_folder(folder, small.config, small.state_dict())
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+    with pytest.raises(ValueError, match="no tokenizer beside it"):
         chat.open_session(parsed("--load_from", folder))
     with pytest.raises(ValueError, match="6400 entries, the weights have 6399"):
         chat.open_session(parsed("--load_from", folder, "--tokenizer_path", TOKENIZER))
@@ -220,5 +318,7 @@ def test_options_that_make_no_sense_are_one_error(tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
     with pytest.raises(ValueError, match=r"temperature is -1.*top_p is 3"):
         chat.open_session(parsed("--load_from", folder, "--temperature", -1, "--top_p", 3))
+    with pytest.raises(ValueError, match="--open_thinking and --empty_think exclude each other"):
+        chat.open_session(parsed("--load_from", folder, "--open_thinking", 1, "--empty_think", 1))
     with pytest.raises(ValueError, match="--device nowhere"):
         chat.open_session(parsed("--load_from", folder, "--device", "nowhere"))
