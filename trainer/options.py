@@ -252,7 +252,9 @@ def _resolve_aliases(args: argparse.Namespace) -> None:
         args.out_dir = str(Path(args.save_dir or default.parent) / (args.save_weight or default.name))
     from_weight = getattr(args, "from_weight", None)
     if from_weight in STAGE_FOLDERS:
-        args.from_weight = STAGE_FOLDERS[from_weight]
+        # --save_weight full_sft has made out/full_sft.
+        own = Path("out") / from_weight
+        args.from_weight = str(own) if own.is_dir() else STAGE_FOLDERS[from_weight]
     dead = [f"--{name}" for name in ("ddp", "local_rank") if name in args.given]
     if dead:
         args.notes.append(f"{', '.join(dead)}: has no effect here; torchrun's environment decides")
