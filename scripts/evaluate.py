@@ -11,6 +11,7 @@ import hashlib
 import logging
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -37,7 +38,8 @@ from trainer.options import add_switch, new_parser
 
 TEXT, CHATS, QUESTIONS = "texts", "chats", "questions"
 ROW_TOKENS = {TEXT: 512, CHATS: 768}  # the training scripts' defaults
-NUMBER = r"\d+(?:[.,]\d+)*"
+NUMBER = r"(?:(?<!\d)-)?\d+(?:[.,]\d+)*"  # in 34-9 the sign is no part of the 9
+LATIN = "A-Za-z0-9\u00c0-\u024f"
 
 
 def options() -> argparse.ArgumentParser:
@@ -82,7 +84,11 @@ def questions_in(paths: list[str], encoding: str) -> list[dict]:
         if record is None:
             continue
         answers = record.get("answers") if isinstance(record, dict) else None
-        listed = isinstance(answers, list) and answers and all(isinstance(answer, str) for answer in answers)
+        listed = (
+            isinstance(answers, list)
+            and answers
+            and all(isinstance(answer, str) and answer.strip() for answer in answers)
+        )
         if not listed or not isinstance(record.get("question"), str):
             raise ValueError(f'{place}: no question; {{"question": "...", "answers": ["..."]}} is one')
         questions.append(record)
@@ -95,21 +101,22 @@ def is_right(answer: str, accepted: Sequence[str]) -> bool:
     A number counts whole: 12 is neither in 112 nor in 12.5, but in 共有12个. A word of Latin letters counts whole, in
     either case; Chinese counts wherever it stands.
     """
-    return any(_stands_in(wanted.strip(), answer) for wanted in accepted)
+    # Full-width digits and letters are digits and letters.
+    answer = unicodedata.normalize("NFKC", answer)
+    return any(_stands_in(unicodedata.normalize("NFKC", wanted.strip()), answer) for wanted in accepted)
 
 
 def _stands_in(wanted: str, answer: str) -> bool:
     if re.fullmatch(NUMBER, wanted):
         return wanted in re.findall(NUMBER, answer)
-    if wanted.isascii():
-        return re.search(rf"(?<![A-Za-z0-9]){re.escape(wanted)}(?![A-Za-z0-9])", answer, re.IGNORECASE) is not None
+    if re.search(f"[{LATIN}]", wanted):
+        return re.search(rf"(?<![{LATIN}]){re.escape(wanted)}(?![{LATIN}])", answer, re.IGNORECASE) is not None
     return wanted in answer
 
 
 def ask(model: GPT, tokenizer: TextTokenizer, questions: list[dict], batch_size: int, max_new_tokens: int) -> None:
     """Print every question with the model's answer, then how many are right and how many ended by themselves."""
-    stops = frozenset((tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id))
-    how = Sampling(max_new_tokens=max_new_tokens, temperature=0, stop_ids=stops)
+    how = Sampling(max_new_tokens=max_new_tokens, temperature=0, stop_ids=frozenset([tokenizer.eos_id]))
     right, asked, ended = Counter(), Counter(), 0
     for start in range(0, len(questions), batch_size):
         batch = questions[start : start + batch_size]

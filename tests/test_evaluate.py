@@ -2,11 +2,15 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import train_lora
 import train_sft
+from dataset.tokenizer import load_tokenizer
 from model.gpt import GPT, GPTConfig
 from model.weights import save_model_folder
 from scripts import evaluate
@@ -21,9 +25,9 @@ def parsed(*arguments: object) -> argparse.Namespace:
     return evaluate.options().parse_args([*map(str, arguments), "--device", "cpu"])
 
 
-def save(folder: Path) -> Path:
-    model = lively(GPT(CONFIG))
-    save_model_folder(folder, CONFIG, model.state_dict(), tokenizer_folder=ROOT / "model" / "tokenizer")
+def save(folder: Path, **changes) -> Path:
+    model = lively(GPT(replace(CONFIG, **changes)))
+    save_model_folder(folder, model.config, model.state_dict(), tokenizer_folder=ROOT / "model" / "tokenizer")
     return folder
 
 
@@ -72,6 +76,11 @@ def test_chats_measure_as_the_trainings_last_validation(tmp_path: Path, capsys: 
         ("答案是巴黎市", ["巴黎"], True),
         ("首都是Paris。", ["巴黎", "Paris"], True),
         ("", ["Paris"], False),
+        ("答：１２。", ["12"], True),
+        ("It is -12.", ["12"], False),
+        ("30-12", ["12"], True),
+        ("Éclair", ["clair"], False),
+        ("CAFÉ!", ["café"], True),
     ],
 )
 def test_an_accepted_answer_stands_whole_in_a_right_one(answer: str, accepted: list[str], right: bool) -> None:
@@ -107,3 +116,34 @@ def test_a_record_that_is_no_question_is_named(tmp_path: Path, bad: str) -> None
     questions.write_text('{"question": "a", "answers": ["b"]}\n' + bad + "\n")
     with pytest.raises(ValueError, match=r"questions\.jsonl.*2.*no question"):
         evaluate.evaluate_folder(parsed(folder, questions))
+
+
+def test_an_answer_that_ends_at_its_end_token_is_counted(capsys: pytest.CaptureFixture) -> None:
+    model = lively(GPT(replace(CONFIG, tie_word_embeddings=False))).eval()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()  # every token is as likely, and the first of them is taken
+    tokenizer = load_tokenizer(ROOT / "model" / "tokenizer")
+    for end in (0, 5):
+        evaluate.ask(model, replace(tokenizer, eos_id=end), [{"question": "1+1?", "answers": ["2"]}], 1, 3)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "WRONG  1+1?  ->  "
+    assert printed[1] == "0 of 1 right; 1 of 1 answers ended by themselves"
+    assert printed[3] == "0 of 1 right; 0 of 1 answers ended by themselves"
+
+
+def test_an_adapter_is_measured_with_its_updates(tmp_path: Path) -> None:
+    base, run = save(tmp_path / "base"), tmp_path / "lora"
+    chats = write_chats(tmp_path / "chats.jsonl", 20)
+    same = ["--cache_dir", tmp_path / "cache", "--dtype", "float32", "--max_seq_len", 96]
+    options = ["--data_path", chats, "--val_path", chats, "--from_weight", base, "--max_steps", 3, "--out_dir", run]
+    more = ["--batch_size", 2, "--num_workers", 0, "--device", "cpu", "--learning_rate", 1e-2]
+    assert train(*options, *same, *more, script=train_lora) == 0
+    adapted, plain = (evaluate.evaluate_folder(parsed(folder, chats, *same))["val_loss"] for folder in (run, base))
+    assert adapted == pytest.approx(last_validation(run)["val_loss"], abs=1e-6)
+    assert abs(adapted - plain) > 1e-3
+
+
+def test_rows_beyond_the_models_positions_are_refused(tmp_path: Path) -> None:
+    folder, texts = save(tmp_path / "model", max_position_embeddings=64), write_texts(tmp_path / "texts.jsonl", 3)
+    with pytest.raises(ValueError, match="65"):
+        evaluate.evaluate_folder(parsed(folder, texts, "--max_seq_len", 65, "--cache_dir", tmp_path / "cache"))
