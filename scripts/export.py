@@ -21,7 +21,7 @@ from model.lora import find_base, is_adapter, load_adapter, merge_lora
 from model.minimind import minimind_state
 from model.weights import load_model, save_model_folder
 from trainer.checkpoint import resolve_weights, write_json
-from trainer.options import add_switch, new_parser
+from trainer.options import new_parser
 
 MINIMIND_SUFFIX = ".pth"
 PROBE_ROWS, PROBE_TOKENS = 2, 128
@@ -40,7 +40,8 @@ def options() -> argparse.ArgumentParser:
         default=None,
         help="of the weights (none given: float32; MiniMind's files are float16)",
     )
-    add_switch(parser, "--merge_lora", default=False, help="add an adapter's updates to the weights of its base")
+    # No value, unlike the other switches: bare before SOURCE, it would take that for one.
+    parser.add_argument("--merge_lora", action="store_true", help="add an adapter's updates to the weights of its base")
     parser.add_argument("--base", default=None, help="base of the adapter, if not where the adapter says")
     parser.add_argument("--tokenizer_path", default=None, help="folder with tokenizer.json, if not the source's own")
     return parser

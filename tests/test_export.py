@@ -132,7 +132,7 @@ def test_what_a_minimind_file_cannot_say_is_refused_in_a_line(tmp_path: Path) ->
 def test_a_merged_adapter_is_a_plain_model_with_the_adapted_ones_logits(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     source = adapter(tmp_path / "lora", save(tmp_path / "base"))
-    exported(source, tmp_path / "merged", "--merge_lora", 1)
+    exported("--merge_lora", source, tmp_path / "merged")
     with torch.no_grad():
         base, wanted, got = (
             model.eval()(ids())
@@ -148,12 +148,12 @@ def test_an_adapter_is_merged_once_and_into_its_own_base_only(tmp_path: Path) ->
     with pytest.raises(ValueError, match="is an adapter; --merge_lora adds it"):
         exported(source, tmp_path / "plain")
     with pytest.raises(ValueError, match="was trained on another base model"):
-        exported(source, tmp_path / "plain", "--merge_lora", 1, "--base", other)
-    exported(source, tmp_path / "plain", "--merge_lora", 1, "--base", base)
+        exported(source, tmp_path / "plain", "--merge_lora", "--base", other)
+    exported(source, tmp_path / "plain", "--merge_lora", "--base", base)
     with pytest.raises(ValueError, match="merged already"):
-        exported(tmp_path / "plain", tmp_path / "twice", "--merge_lora", 1)
+        exported(tmp_path / "plain", tmp_path / "twice", "--merge_lora")
     with pytest.raises(ValueError, match="was trained on another base model"):
-        exported(source, tmp_path / "twice", "--merge_lora", 1, "--base", tmp_path / "plain")
+        exported(source, tmp_path / "twice", "--merge_lora", "--base", tmp_path / "plain")
     assert names_in(tmp_path) == {"base", "other", "lora", "plain"}
 
 
