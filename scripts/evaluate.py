@@ -98,8 +98,8 @@ def questions_in(paths: list[str], encoding: str) -> list[dict]:
 def is_right(answer: str, accepted: Sequence[str]) -> bool:
     """Whether one of the accepted answers stands in an answer.
 
-    A number counts whole: 12 is neither in 112 nor in 12.5, but in 共有12个. A word of Latin letters counts whole, in
-    either case; Chinese counts wherever it stands.
+    A number has to be the answer's last one, whole: who counts 46, 47, 48 has not said 47, and 12 is neither 112 nor
+    12.5, but the number of 共有12个. A word of Latin letters counts whole, in either case; Chinese wherever it stands.
     """
     # Full-width digits and letters are digits and letters.
     answer = unicodedata.normalize("NFKC", answer)
@@ -108,7 +108,7 @@ def is_right(answer: str, accepted: Sequence[str]) -> bool:
 
 def _stands_in(wanted: str, answer: str) -> bool:
     if re.fullmatch(NUMBER, wanted):
-        return wanted in re.findall(NUMBER, answer)
+        return re.findall(NUMBER, answer)[-1:] == [wanted]
     if re.search(f"[{LATIN}]", wanted):
         return re.search(rf"(?<![{LATIN}]){re.escape(wanted)}(?![{LATIN}])", answer, re.IGNORECASE) is not None
     return wanted in answer
