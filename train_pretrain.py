@@ -8,6 +8,8 @@ import dataclasses
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from dataset.loader import EvalLoader, StepLoader
 from dataset.mixture import mixed
 from dataset.text import text_windows
@@ -117,6 +119,12 @@ def main(args: argparse.Namespace) -> None:
             max_seq_len=args.max_seq_len,
         )
         require_matching(tokenizer, model.config.vocab_size, start)
+
+        def write_model(folder: Path, weights: dict[str, Tensor]) -> None:
+            ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
+            save_model_folder(folder, model.config, weights, **ids)
+            tokenizer.save(folder)
+
         share = {"rank": run.rank, "world_size": run.world_size, "batch_size": args.batch_size}
         loader = StepLoader(
             mixture,
@@ -134,15 +142,7 @@ def main(args: argparse.Namespace) -> None:
                 "tokenizer": tokenizer.fingerprint,
                 "model": dataclasses.asdict(model.config),
             },
-            write_model=lambda folder, weights: save_model_folder(
-                folder,
-                model.config,
-                weights,
-                bos_id=tokenizer.bos_id,
-                eos_id=tokenizer.eos_id,
-                pad_id=tokenizer.pad_id,
-                tokenizer_folder=tokenizer.folder,
-            ),
+            write_model=write_model,
         )
         while run.continues(state):
             step = run.next_step(state)
