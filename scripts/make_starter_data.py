@@ -39,7 +39,7 @@ FACT_FILES = ("facts_places.txt", "facts_nature.txt", "facts_people.txt")
 # How many different fillings of one skeleton, or lines of one kind of sum, are made at most.
 TELLINGS = {"stories.txt": 24, "essays.txt": 6}
 TELLINGS_PER_CHAT = {"chats.txt": 14, "identity.txt": 6}
-LINES_PER_SUM_PHRASING = 120
+LINES_PER_SUM_PHRASING = 450
 # One question of each of these topics makes the quiz; chosen by a hash, so nobody picks what a model happens to know.
 QUIZ_TOPICS = ("+", "+", "-", ">", "country", "animal", "opposite", "person", "unit", "identity")
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# From a fresh clone to a language model that you trained, in under 10 minutes on 2 CPU cores:
-#   bash scripts/quickstart.sh           installs into .venv, trains, kills the training, goes on, shows what was learnt
-#   bash scripts/quickstart.sh ARGS...   the arguments go to the training, as in: --max_steps 3000
+# From a fresh clone to a small chatbot that you trained, in under 10 minutes on 2 CPU cores:
+#   bash scripts/quickstart.sh           installs into .venv, pretrains (killed once, resumed), SFT, LoRA, ten questions
+#   bash scripts/quickstart.sh ARGS...   the arguments go to all three trainings, as in: --seed 1
 # Ctrl-C stops it at any moment. Started again it goes on from the newest checkpoint in out/quickstart; when all steps
-# are done it only shows what was learnt. To begin anew: rm -r out/quickstart
+# are done it only asks the questions again. To begin anew: rm -r out/quickstart
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/venv.sh
-run=out/quickstart
+runs=out/quickstart
 
-say "1/4 looking for Python and its packages in .venv"
+say "1/6 looking for Python and its packages in .venv"
 install requirements.txt
 
 # Two processes show what many do. Each needs a GPU of its own, and gloo cannot add up gradients on Apple's, so with one
@@ -28,12 +28,16 @@ PYTHON
 launch="-m scripts.launch --nproc_per_node $ranks"
 [ "$ranks" -gt 1 ] || launch=""
 
-train() { # the same command every time: it begins, or goes on from the newest checkpoint
-    .venv/bin/python $launch train_pretrain.py \
-        --hidden_size 256 --num_hidden_layers 4 --num_attention_heads 4 --qk_norm --dtype "$dtype" \
-        --max_seq_len 128 --batch_size $((16 / ranks)) --max_steps 1000 --learning_rate 3e-3 --lr_scaling none \
-        --num_workers 0 --checkpoint_interval 200 --log_interval 20 "$@" --out_dir "$run" &
+given=("$@") # an empty list is unset for the bash of macOS
+start() { # STAGE SCRIPT ARGS...: the same command every time begins, or goes on from the newest checkpoint
+    local run=$runs/$1
+    shift
+    .venv/bin/python $launch "$@" --dtype "$dtype" --num_workers 0 --lr_scaling none --checkpoint_interval 200 \
+        --log_interval 50 ${given[@]+"${given[@]}"} --out_dir "$run" &
     training=$!
+}
+finish() {
+    wait "$training" || { code=$?; fail "the training ended with code $code; the lines above say why$([ $code -ne 78 ] || echo " (to begin anew: rm -r $runs)")"; }
 }
 stop() {
     trap '' INT TERM HUP
@@ -42,54 +46,45 @@ stop() {
     say "stopped; the same command goes on from here"
     exit 130
 }
-runs() { kill -0 "$training" 2>/dev/null; }
-has_checkpoint() { compgen -G "$run/step_????????" >/dev/null; }
-logged() { cat "$run/metrics.jsonl" 2>/dev/null | wc -l; }
+pretrain() {
+    start pretrain train_pretrain.py --hidden_size 256 --num_hidden_layers 4 --num_attention_heads 4 --qk_norm \
+        --max_seq_len 128 --batch_size $((16 / ranks)) --max_steps 1000 --learning_rate 3e-3
+}
+is_running() { kill -0 "$training" 2>/dev/null; }
+has_checkpoint() { compgen -G "$runs/pretrain/step_????????" >/dev/null; }
+logged() { cat "$runs/pretrain/metrics.jsonl" 2>/dev/null | wc -l; }
 
 trap stop INT TERM HUP
 if has_checkpoint; then
-    say "2/4 $run has a checkpoint: the same command goes on from there"
-    train "$@"
+    say "2/6 $runs/pretrain has a checkpoint: the same command goes on from there"
+    pretrain
 else
-    say "2/4 training 4.6 million parameters on dataset/starter; processes: $ranks, $where, $dtype (4 minutes on 2 cores)"
-    train "$@"
-    until has_checkpoint || ! runs; do sleep 0.2; done
+    say "2/6 pretraining 4.6 million parameters on texts; processes: $ranks, $where, $dtype (3 to 4 minutes on 2 cores)"
+    pretrain
+    until has_checkpoint || ! is_running; do sleep 0.2; done
     seen=$(logged)
-    until [ "$(logged)" -gt "$seen" ] || ! runs; do sleep 0.2; done
-    if runs; then
+    until [ "$(logged)" -gt "$seen" ] || ! is_running; do sleep 0.2; done
+    if is_running; then
         kill -9 "$training" || true # its ranks die with it
         { wait "$training" || true; } 2>/dev/null
         echo # the progress bar did not get to end its line
-        say "3/4 killed it with SIGKILL; the same command again goes on from the newest checkpoint"
-        train "$@"
+        say "3/6 killed it with SIGKILL; the same command again goes on from the newest checkpoint"
+        pretrain
     fi
 fi
-wait "$training" || { code=$?; fail "the training ended with code $code; the lines above say why$([ $code -ne 78 ] || echo " (to begin anew: rm -r $run)")"; }
+finish
+
+say "4/6 SFT: it learns to answer (2 to 3 minutes on 2 cores)"
+start sft train_sft.py --from_weight "$runs/pretrain" --max_seq_len 256 --batch_size $((8 / ranks)) --epochs 3 \
+    --learning_rate 2e-3
+finish
+
+say "5/6 LoRA: it learns who it is"
+start lora train_lora.py --from_weight "$runs/sft" --max_seq_len 256 --batch_size $((8 / ranks)) --max_steps 100 \
+    --data_path dataset/starter/sft.jsonl dataset/starter/lora_identity.jsonl --data_weights 0.5 0.5
+finish
 trap - INT TERM HUP
 
-say "4/4 what it learnt (a checkpoint is a transformers folder; README.md says how to go on)"
-.venv/bin/python - "$run" <<'PYTHON'
-import json
-import sys
-from pathlib import Path
-
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from transformers.utils import logging
-
-logging.disable_progress_bar()
-run = Path(sys.argv[1])
-lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-losses = [line for line in lines if "loss" in line]
-for line in losses:
-    line["loss"] = float("nan") if line["loss"] is None else line["loss"]
-first, last = losses[0], losses[-1]
-print(f"loss {first['loss']:.2f} at step {first['step']}, {last['loss']:.2f} at step {last['step']}")
-folder = sorted(run.glob("step_????????"))[-1]
-model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-set_seed(42)
-for prompt in ("Once upon a time", "The capital of France", "从前", "小华"):
-    ids = tokenizer("<|im_start|>" + prompt, return_tensors="pt", return_token_type_ids=False)
-    text = model.generate(**ids, max_new_tokens=50, do_sample=True, temperature=0.5, top_p=0.9)
-    print(f"  {tokenizer.decode(text[0], skip_special_tokens=True)!r}")
-PYTHON
-say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s; the model is in $run"
+say "6/6 ten questions that it has not read, chosen before it was trained"
+.venv/bin/python -m scripts.evaluate "$runs/lora" dataset/starter/quiz.jsonl
+say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s; talk to it: .venv/bin/python -m scripts.chat --load_from $runs/lora"

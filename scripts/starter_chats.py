@@ -9,7 +9,8 @@ from typing import NamedTuple
 from scripts.starter_text import LANGUAGES, Table, capital, fill_skeleton, number, sums, tellings
 
 Message = dict[str, str]
-CHATS_PER_SUM_PHRASING = 70
+CHATS_PER_SUM_PHRASING = 64
+MOST_ROWS = 24
 
 
 class Chat(NamedTuple):
@@ -70,7 +71,7 @@ def table_chats(table: Table, tools: Tools) -> Iterator[Chat]:
     """Ask every row in every zh? or en? phrasing; some conversations go on about the row, some about another."""
     for language in LANGUAGES:
         asked, follow = table.phrasings[f"{language}?"], table.phrasings[f"{language}+"]
-        turns = [(row, phrasing) for row in range(len(table.rows)) for phrasing in range(len(asked))]
+        turns = [(row, phrasing) for row in asked_rows(table) for phrasing in range(len(asked))]
         turns.sort(key=lambda turn: number(f"{table.name} {language} {turn}", 2**32))
         while turns:
             row, phrasing = turns.pop()
@@ -85,6 +86,19 @@ def table_chats(table: Table, tools: Tools) -> Iterator[Chat]:
                 row, phrasing = turns.pop()
                 text += " => " + table.fill(asked[phrasing], row, key)
             yield chat(text, template, language, tools)
+
+
+def asked_rows(table: Table) -> list[int]:
+    """The rows that conversations are about: MOST_ROWS of them, first those of the held-out questions.
+
+    The texts tell of all rows; but what a model trained for minutes is to answer must be few things, asked in many
+    ways.
+    """
+    names = [row[0] for row in table.rows]
+    held_out = {name for line in table.phrasings["held?"] for name in line.split(": ", 1)[0].split("|")}
+    ranks = {name: (name not in held_out, number(f"asked {name}", 2**32)) for name in names}
+    order = sorted(range(len(names)), key=lambda row: ranks[names[row]])
+    return sorted(order[:MOST_ROWS])
 
 
 def sum_chats(table: Table, tools: Tools) -> Iterator[Chat]:

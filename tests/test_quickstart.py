@@ -167,43 +167,42 @@ def processes_in(folder: Path) -> list[str]:
     return found
 
 
+STAGES = ("pretrain", "sft", "lora")
+
+
 @pytest.mark.integration
-def test_quickstart_trains_is_killed_goes_on_and_shows_what_it_learnt(whole_clone: Path) -> None:
+def test_quickstart_trains_is_killed_goes_on_and_asks_its_questions(whole_clone: Path) -> None:
     result = run(whole_clone / "scripts/quickstart.sh", *SMALL)
     assert result.returncode == 0, result.stderr
-    run_dir = whole_clone / "out/quickstart"
-    stages = [line[15] for line in result.stdout.splitlines() if line.startswith("quickstart.sh: ") and "/4 " in line]
-    assert stages == ["1", "2", "3", "4"]
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    starts = [(event["event"], event["step"]) for event in events if event["event"] in ("started", "resumed")]
-    assert [kind for kind, _ in starts] == ["started", "resumed"]
-    assert 0 < starts[1][1] < 60
-    steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in steps] == list(range(1, 61)), "no gap, nothing twice"
-    first, last = steps[0]["loss"], steps[-1]["loss"]
-    assert last < first - 1
-    assert f"loss {first:.2f} at step 1, {last:.2f} at step 60" in result.stdout
-    assert sum(line.startswith("  ") for line in result.stdout.splitlines()) == 4, "continuations"
+    runs = whole_clone / "out/quickstart"
+    stages = [line[15] for line in result.stdout.splitlines() if line.startswith("quickstart.sh: ") and "/6 " in line]
+    assert stages == ["1", "2", "3", "4", "5", "6"]
+    for stage in STAGES:
+        events = [json.loads(line) for line in (runs / stage / "events.jsonl").read_text().splitlines()]
+        starts = [(event["event"], event["step"]) for event in events if event["event"] in ("started", "resumed")]
+        assert [kind for kind, _ in starts] == (["started", "resumed"] if stage == "pretrain" else ["started"])
+        steps = [json.loads(line) for line in (runs / stage / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in steps] == list(range(1, 61)), "no gap, nothing twice"
+        if stage == "pretrain":
+            assert 0 < starts[1][1] < 60
+            assert steps[-1]["loss"] < steps[0]["loss"] - 1
+    answers = [line for line in result.stdout.splitlines() if "  ->  " in line]
+    assert len(answers) == 10
+    assert " of 10 right; " in result.stdout
 
     again = run(whole_clone / "scripts/quickstart.sh", *SMALL)
     assert again.returncode == 0
-    assert "already finished at step 60" in again.stderr
-    assert "3/4" not in again.stdout
-    assert f"loss {first:.2f} at step 1, {last:.2f} at step 60" in again.stdout
+    assert again.stderr.count("already finished at step 60") == 3
+    assert "3/6" not in again.stdout
+    assert [line for line in again.stdout.splitlines() if "  ->  " in line] == answers
     assert not processes_in(whole_clone)
 
 
 @pytest.mark.integration
-def test_it_ends_well_after_one_step_and_with_a_loss_that_is_not_finite(whole_clone: Path) -> None:
+def test_it_ends_well_after_one_step(whole_clone: Path) -> None:
     result = run(whole_clone / "scripts/quickstart.sh", *SMALL, "--max_steps", "1")
     assert result.returncode == 0, result.stderr
-    metrics = whole_clone / "out/quickstart/metrics.jsonl"
-    line = json.loads(metrics.read_text())
-    assert f"loss {line['loss']:.2f} at step 1, {line['loss']:.2f} at step 1\n" in result.stdout
-    metrics.write_text(json.dumps(line | {"loss": None}) + "\n")
-    result = run(whole_clone / "scripts/quickstart.sh", *SMALL, "--max_steps", "1")
-    assert result.returncode == 0, result.stderr
-    assert "loss nan at step 1" in result.stdout
+    assert " of 10 right; " in result.stdout
 
 
 @pytest.mark.integration
@@ -212,7 +211,7 @@ def test_stopping_it_saves_and_leaves_nothing_behind(whole_clone: Path, to_all: 
     command = ["bash", "scripts/quickstart.sh", *SMALL, "--max_steps", "100000", "--checkpoint_interval", "100000"]
     process = subprocess.Popen(command, cwd=whole_clone, start_new_session=True, stdout=subprocess.PIPE, text=True)
     try:
-        metrics, deadline = whole_clone / "out/quickstart/metrics.jsonl", time.monotonic() + 120
+        metrics, deadline = whole_clone / "out/quickstart/pretrain/metrics.jsonl", time.monotonic() + 120
         while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 3):
             assert process.poll() is None
             assert time.monotonic() < deadline
@@ -224,7 +223,7 @@ def test_stopping_it_saves_and_leaves_nothing_behind(whole_clone: Path, to_all: 
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 130
         assert "stopped; the same command goes on from here" in output
-        assert len(list((whole_clone / "out/quickstart").glob("step_????????"))) == 1
+        assert len(list((whole_clone / "out/quickstart/pretrain").glob("step_????????"))) == 1
         assert not processes_in(whole_clone)
     finally:
         with contextlib.suppress(ProcessLookupError):

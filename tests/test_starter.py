@@ -94,7 +94,7 @@ def test_committed_files_are_reproduced_byte_for_byte(tmp_path):
 
 def test_sizes_suit_a_first_training_and_git(texts, sft, identity):
     assert 1_000_000 <= (COMMITTED / "pretrain.jsonl").stat().st_size <= 3_000_000
-    assert (COMMITTED / "sft.jsonl").stat().st_size <= 2_000_000
+    assert (COMMITTED / "sft.jsonl").stat().st_size <= 3_000_000
     tokens = load_tokenizer(ROOT / "model" / "tokenizer").encode_texts(texts)
     assert sum(len(ids) + 2 for ids in tokens) >= 600_000
     assert 2_000 < len(sft) < 10_000
@@ -169,7 +169,7 @@ def test_sums_are_right_and_held_out_operands_never_occur(trained):
 
 def test_stories_about_numbers_keep_the_held_out_operands_out(trained):
     checked = 0
-    for sentence in re.split(r"[。\n]|(?<=\D)\. ", trained):
+    for sentence in re.split(r"[。\n]|\. ", trained):
         if re.search(r"[×÷乘除*比]|每盒|平均|taken|Share", sentence):
             continue
         numbers = [int(digits) for digits in re.findall(r"\d+", sentence)]
