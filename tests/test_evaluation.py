@@ -61,7 +61,10 @@ def test_validation_runs_at_its_interval_and_at_the_end(trained: tuple[Path, Pat
 
 def evaluate_on(peers: Peers, folder: Path, val: Path, results: Path) -> None:
     ranks = peers.connect()
-    windows, _ = text_windows([str(val)], None, 0.0, load_tokenizer("model/tokenizer"), 32, results / "cache")
+    tokenizer = load_tokenizer("model/tokenizer")
+    windows, _ = text_windows(
+        [str(val)], None, val_fraction=0.0, tokenizer=tokenizer, max_seq_len=32, cache_dir=results / "cache"
+    )
     loader = EvalLoader(windows, batch_size=2, rank=peers.rank, world_size=peers.world_size)
     model = load_model_folder(folder)
     result = evaluate(model, lambda batch: model(**batch), loader, ranks.sum)
@@ -81,7 +84,9 @@ def test_validation_has_the_same_bits_on_one_two_and_three_ranks(trained: tuple[
 def test_a_fraction_of_the_texts_is_held_out_of_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     texts = write_texts(tmp_path / "texts.jsonl", 64)
     tokenizer = load_tokenizer("model/tokenizer")
-    windows, held_out = text_windows([str(texts)], None, 0.25, tokenizer, 32, tmp_path / "cache")
+    windows, held_out = text_windows(
+        [str(texts)], None, val_fraction=0.25, tokenizer=tokenizer, max_seq_len=32, cache_dir=tmp_path / "cache"
+    )
 
     def first_words(one) -> set[str]:
         text = tokenizer.decode([int(i) for i in one.tokens])

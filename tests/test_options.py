@@ -1,11 +1,13 @@
 """Command lines: MiniMind's names work, mistakes are told in one message, nothing is guessed."""
 
+import argparse
 import importlib.util
+import math
 
 import pytest
 
 from train_pretrain import options
-from trainer.options import given_options, parse_options
+from trainer.options import given_options, parse_options, validate
 
 
 def parsed(*argv: str):
@@ -89,6 +91,18 @@ def test_switches_work_bare_and_with_a_value() -> None:
 
 def test_given_options_are_told_from_defaults() -> None:
     assert given_options(options(), ["--hidden_size", "512", "--compile"]) == {"hidden_size", "compile"}
+
+
+def test_chat_mixture_and_lora_options_are_judged_with_the_others() -> None:
+    good = vars(parse_options(options(), []))
+    bad = {
+        "lora_rank": 0, "lora_alpha": 0.0, "lora_dropout": 1.0, "system_prompt_share": 1.5, "empty_think_share": -0.1,
+        "show_samples": -1, "data_weights": [0.5, math.inf],
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="lora_rank") as refused:
+        validate(argparse.Namespace(**(good | bad)))
+    for name in bad:
+        assert f"--{name} " in str(refused.value)
 
 
 def test_all_problems_come_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:

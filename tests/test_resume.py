@@ -72,7 +72,9 @@ def texts_of_whole_steps(folder: Path, global_batch: int) -> tuple[Path, int]:
     tokenizer = load_tokenizer("model/tokenizer")
     for count in range(30, 90):
         texts = write_texts(folder / f"texts_{count}.jsonl", count)
-        windows, _ = text_windows([str(texts)], None, 0.0, tokenizer, 32, folder / "cache")
+        windows, _ = text_windows(
+            [str(texts)], None, val_fraction=0.0, tokenizer=tokenizer, max_seq_len=32, cache_dir=folder / "cache"
+        )
         if len(windows) % global_batch == 0:
             return texts, len(windows) // global_batch
     raise AssertionError("no number of texts fills whole steps")

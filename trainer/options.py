@@ -275,11 +275,19 @@ def validate(args: argparse.Namespace) -> None:
     for name in (
         "max_steps", "batch_size", "gradient_accumulation_steps", "base_batch_size", "hidden_size",
         "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "checkpoint_interval",
-        "keep_checkpoints", "log_interval", "ddp_timeout",
+        "keep_checkpoints", "log_interval", "ddp_timeout", "lora_rank",
     ):  # fmt: skip
         at_least(name, 1)
     at_least("max_seq_len", 2)
-    for name in ("warmup_steps", "weight_decay", "learning_rate", "eval_interval", "num_workers", "seed"):
+    for name in (
+        "warmup_steps",
+        "weight_decay",
+        "learning_rate",
+        "eval_interval",
+        "num_workers",
+        "seed",
+        "show_samples",
+    ):
         at_least(name, 0)
     if args.epochs is not None and not 0 < args.epochs < math.inf:
         problems.append(f"--epochs {args.epochs}: must be above 0")
@@ -293,10 +301,19 @@ def validate(args: argparse.Namespace) -> None:
         )
     if not args.grad_clip > 0:
         problems.append(f"--grad_clip {args.grad_clip}: must be above 0 (use a large number for no clipping)")
-    for name in ("dropout", "val_fraction"):
+    for name in ("dropout", "val_fraction", "lora_dropout"):
         value = getattr(args, name, 0.0)
         if not 0 <= value < 1:
             problems.append(f"--{name} {value}: must be at least 0 and below 1")
+    for name in ("system_prompt_share", "empty_think_share"):
+        value = getattr(args, name, 0.0)
+        if not 0 <= value <= 1:
+            problems.append(f"--{name} {value}: must be from 0 to 1")
+    for name, values in (
+        ("lora_alpha", [getattr(args, "lora_alpha", 1)]),
+        ("data_weights", getattr(args, "data_weights", None) or []),
+    ):
+        problems.extend(f"--{name} {value}: must be above 0 and finite" for value in values if not 0 < value < math.inf)
     if getattr(args, "val_fraction", 0) and getattr(args, "val_path", None):
         problems.append("--val_path and --val_fraction both choose the validation texts; give one")
     for switch, package in (("use_wandb", "wandb"), ("use_tensorboard", "tensorboard")):

@@ -272,6 +272,8 @@ class Run:
         self.stop.install()
         self.training = True
         self._step, self._pending = state.step, None
+        # What an earlier start has said is not said again.
+        self._whole_passes = {name: int(now) for name, now in self.loader.epochs_of(state.step).items()}
         if self._validation_is_due(state):
             state = self._validate(state)
         self._batches = self.loader.iterate(state.step, self.plan.total_steps)
