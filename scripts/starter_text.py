@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,7 +121,7 @@ def sums(table: Table, phrasing: str, key: str, count: int, held_out: bool = Fal
         words = {"za": chinese(a), "zb": chinese(b), "zc": chinese(c)}
         words |= {"ea": english(a), "eb": english(b), "ec": english(c)}
         words |= {name.capitalize(): capital(text) for name, text in words.items()}
-        words |= {"steps_zh": counted(a, b, c, chinese, "，", "。"), "steps_en": counted(a, b, c, english, ", ", ". ")}
+        words |= {f"steps_{language}": counted(a, b, c, language) for language in LANGUAGES}
         yield phrasing.format(a=a, b=b, c=c, **words)
 
 
@@ -146,15 +146,20 @@ def operands(table: Table, key: str, count: int, held_out: bool = False) -> list
     return list(found)
 
 
-def counted(a: int, b: int, c: int, name: Callable[[int], str], comma: str, stop: str) -> str:
-    """Count from a up or down to a + b or a - b = c, each step with its number: "One 46, two 47. "; b up to 9, else "".
+def counted(a: int, b: int, c: int, language: str) -> str:
+    """Count from a up or down to a + b or a - b = c: "45 + 2: one 46, two 47. "; b from 1 to 9, else "".
 
-    Small models add wrongly by heart, and rightly when they count aloud.
+    A small model adds wrongly by heart, and rightly when it counts aloud; and it counts better from what it has just said
+    than from what it was asked.
     """
     way = (c > a) - (c < a)
     if not 1 <= b <= 9 or abs(c - a) != b:
         return ""
-    return capital(comma.join(f"{name(step)}{' ' * (stop == '. ')}{a + way * step}" for step in range(1, b + 1))) + stop
+    asked = f"{a} {'-+'[way > 0]} {b}"
+    steps = [(step, a + way * step) for step in range(1, b + 1)]
+    if language == "zh":
+        return f"{asked}：{'，'.join(f'{chinese(step)}{at}' for step, at in steps)}。"
+    return f"{asked}: {', '.join(f'{english(step)} {at}' for step, at in steps)}. "
 
 
 def chinese(n: int) -> str:
