@@ -41,25 +41,28 @@ finish() {
 }
 stop() {
     trap '' INT TERM HUP
-    kill -TERM "$training" 2>/dev/null || true # the ranks finish their step and save it
-    wait "$training" || true
+    if [ -n "$training" ]; then
+        kill -TERM "$training" 2>/dev/null || true # the ranks finish their step and save it
+        wait "$training" || true
+    fi
     say "stopped; the same command goes on from here"
     exit 130
 }
 pretrain() {
     start pretrain train_pretrain.py --hidden_size 256 --num_hidden_layers 4 --num_attention_heads 4 --qk_norm \
-        --max_seq_len 128 --batch_size $((16 / ranks)) --max_steps 1000 --learning_rate 3e-3
+        --max_seq_len 128 --batch_size $((16 / ranks)) --max_steps 700 --learning_rate 3e-3
 }
 is_running() { kill -0 "$training" 2>/dev/null; }
 has_checkpoint() { compgen -G "$runs/pretrain/step_????????" >/dev/null; }
 logged() { cat "$runs/pretrain/metrics.jsonl" 2>/dev/null | wc -l; }
 
+training=""
 trap stop INT TERM HUP
 if has_checkpoint; then
     say "2/6 $runs/pretrain has a checkpoint: the same command goes on from there"
     pretrain
 else
-    say "2/6 pretraining 4.6 million parameters on texts; processes: $ranks, $where, $dtype (3 to 4 minutes on 2 cores)"
+    say "2/6 pretraining 4.6 million parameters on texts; processes: $ranks, $where, $dtype (2 to 3 minutes on 2 cores)"
     pretrain
     until has_checkpoint || ! is_running; do sleep 0.2; done
     seen=$(logged)
@@ -74,14 +77,14 @@ else
 fi
 finish
 
-say "4/6 SFT: it learns to answer (2 to 3 minutes on 2 cores)"
-start sft train_sft.py --from_weight "$runs/pretrain" --max_seq_len 256 --batch_size $((8 / ranks)) --epochs 3 \
+say "4/6 SFT: it learns to answer (3 to 4 minutes on 2 cores)"
+start sft train_sft.py --from_weight "$runs/pretrain" --max_seq_len 256 --batch_size $((8 / ranks)) --epochs 5 \
     --learning_rate 2e-3
 finish
 
 say "5/6 LoRA: it learns who it is"
-start lora train_lora.py --from_weight "$runs/sft" --max_seq_len 256 --batch_size $((8 / ranks)) --max_steps 100 \
-    --data_path dataset/starter/sft.jsonl dataset/starter/lora_identity.jsonl --data_weights 0.5 0.5
+start lora train_lora.py --from_weight "$runs/sft" --max_seq_len 256 --batch_size $((8 / ranks)) --max_steps 120 \
+    --learning_rate 5e-3 --data_path dataset/starter/sft.jsonl dataset/starter/lora_identity.jsonl --data_weights 0.5 0.5
 finish
 trap - INT TERM HUP
 

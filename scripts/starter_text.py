@@ -149,8 +149,8 @@ def operands(table: Table, key: str, count: int, held_out: bool = False) -> list
 def counted(a: int, b: int, c: int, language: str) -> str:
     """Count from a up or down to a + b or a - b = c: "45 + 2: one 46, two 47. "; b from 1 to 9, else "".
 
-    A small model adds wrongly by heart, and rightly when it counts aloud; and it counts better from what it has just said
-    than from what it was asked.
+    A small model adds wrongly by heart, and rightly when it counts aloud; and it counts better from what it has said
+    just before than from what it was asked.
     """
     way = (c > a) - (c < a)
     if not 1 <= b <= 9 or abs(c - a) != b:
