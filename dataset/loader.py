@@ -110,8 +110,6 @@ class StepLoader(Dataset):
         num_workers: int = 0,
         pin_memory: bool = False,
     ):
-        if len(samples) == 0:
-            raise ValueError("there is no sample to train on")
         self.samples = samples
         self.rank = rank
         self.batch_size = batch_size

@@ -44,7 +44,8 @@ class Stream:
     def __init__(self, samples: Samples, scale: int, seed: int) -> None:
         self.samples, self.scale, self.seed, self.length = samples, scale, seed, len(samples)
         counts = samples.target_counts
-        self.even = int(counts[0]) if counts.strides == (0,) else None  # target tokens of a row where all have as many
+        # Target tokens of a row where all have as many.
+        self.even = int(counts[0]) if counts.strides == (0,) else None
         self.tokens = self.even * self.length if self.even else int(counts.sum())
         self._marks = lru_cache(maxsize=2)(self._marks_of)
 
@@ -87,6 +88,8 @@ class Mixture:
     """
 
     def __init__(self, sources: Sequence[Samples], names: Sequence[str], shares: Sequence[float], seed: int) -> None:
+        if not all(map(len, sources)):
+            raise ValueError(f"there is no sample to train on in source {[*map(len, sources)].index(0) + 1}")
         # As written, 0.8 is four fifths; as a double it is not.
         exact = [Fraction(str(share)) for share in shares]
         exact = [share / sum(exact) for share in exact]
@@ -100,7 +103,7 @@ class Mixture:
         self._rows_per_time = sum(Fraction(s.length, 2 * s.tokens * s.scale) for s in self._streams)
         self._offsets = np.cumsum([0, *map(len, sources)])
         end = max(2 * stream.tokens * stream.scale for stream in self._streams)
-        rows = [stream.rows_before(end) for stream in self._streams]
+        rows = [s.length if len(sources) == 1 else s.rows_before(end) for s in self._streams]
         self._length = sum(rows)
         self.tokens_per_epoch = sum(s.tokens_before(number) for s, number in zip(self._streams, rows, strict=True))
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from dataset.loader import StepBatch, StepLoader, eval_batches, num_eval_batches, shuffled
+from dataset.mixture import Mixture
+from model.loss import IGNORE_INDEX
 
 fork = multiprocessing.get_context("fork")
 
@@ -19,29 +21,30 @@ fork = multiprocessing.get_context("fork")
 class Numbers:
     """Samples whose rows hold their own index and the process that read them; index i has i % 5 target tokens."""
 
+    data_sha256 = "numbers"
+
     def __init__(self, length: int):
         self.length, self.rows_read = length, 0
+        self.target_counts = np.arange(length) % 5
 
     def __len__(self) -> int:
         return self.length
 
-    def rows(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+    def rows(self, indices: np.ndarray, epochs: np.ndarray) -> dict[str, torch.Tensor]:
         self.rows_read += len(indices)
-        return {"index": torch.from_numpy(indices.copy()), "process": torch.full((len(indices),), os.getpid())}
-
-    def target_tokens(self, indices: np.ndarray) -> int:
-        return int((indices % 5).sum())
+        targets = np.where(np.arange(4) < indices[:, None] % 5, 0, IGNORE_INDEX)
+        index, process = torch.from_numpy(indices.copy()), torch.full((len(indices),), os.getpid())
+        return {"index": index, "process": process, "targets": torch.from_numpy(targets)}
 
 
 class Broken(Numbers):
-    def rows(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+    def rows(self, indices: np.ndarray, epochs: np.ndarray) -> dict[str, torch.Tensor]:
         raise OSError("the disk is gone")
 
 
 def loader(samples: Numbers, *, rank=0, ranks=1, batch=2, accumulation=2, workers=0, seed=7) -> StepLoader:
     return StepLoader(
-        samples,
-        seed=seed,
+        Mixture([samples], [""], [1], seed),
         rank=rank,
         world_size=ranks,
         batch_size=batch,
@@ -178,6 +181,7 @@ def test_workers_die_with_a_killed_main_process():
     here, there = fork.Pipe()
     main = fork.Process(target=_iterate_and_tell, args=(there,))
     main.start()
+    assert here.poll(20)
     workers = [os.pidfd_open(process) for process in here.recv()]
     main.kill()
     main.join()

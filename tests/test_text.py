@@ -28,9 +28,15 @@ def write_jsonl(path: Path, texts: list[str]) -> str:
     return str(path)
 
 
+def opened(data: list[str], val: list[str] | None, val_fraction: float, tokenizer: TextTokenizer, folder: Path):
+    """Windows of 8 tokens for training and validation."""
+    where = {"tokenizer": tokenizer, "max_seq_len": 8, "cache_dir": folder / "cache"}
+    return text_windows(data, val, val_fraction=val_fraction, **where)
+
+
 def test_window_predicts_each_id_from_the_one_before_it(tmp_path):
     windows = TextWindows(stream_of(tmp_path, 14), 4)
-    rows = windows.rows(np.array([2, 0]))
+    rows = windows.rows(np.array([2, 0]), np.zeros(2))
     assert rows["input_ids"].tolist() == [[15, 16, 17, 18], [7, 8, 9, 10]]
     assert rows["targets"].tolist() == [[16, 17, 18, 19], [8, 9, 10, 11]]
     assert rows["input_ids"].dtype == rows["targets"].dtype
@@ -41,20 +47,19 @@ def test_training_windows_are_full_and_leave_the_tail_out(tmp_path, count, windo
     samples = TextWindows(stream_of(tmp_path, count), 4)
     everything = np.arange(len(samples))
     assert len(samples) == windows
-    assert samples.rows(everything)["targets"].flatten().tolist() == list(range(8, 8 + 4 * windows))
-    assert samples.target_tokens(everything) == 4 * windows
+    assert samples.rows(everything, everything)["targets"].flatten().tolist() == list(range(8, 8 + 4 * windows))
+    assert samples.target_counts.tolist() == [4] * windows
 
 
 @pytest.mark.parametrize("count", [2, 4, 5, 6, 9, 12, 13])
 def test_validation_windows_predict_every_id_but_the_first_exactly_once(tmp_path, count):
     samples = TextWindows(stream_of(tmp_path, count), 4, keep_tail=True)
     everything = np.arange(len(samples))
-    rows = samples.rows(everything)
+    rows = samples.rows(everything, everything)
     predicted = rows["targets"] != -100
     assert rows["targets"][predicted].tolist() == list(range(8, 7 + count))
     assert rows["input_ids"][predicted].tolist() == list(range(7, 6 + count))
-    assert samples.target_tokens(everything) == count - 1
-    assert [samples.target_tokens(np.array([index])) for index in everything] == predicted.sum(dim=1).tolist()
+    assert samples.target_counts.tolist() == predicted.sum(dim=1).tolist()
 
 
 def test_data_shorter_than_one_window_is_refused(tmp_path):
@@ -71,8 +76,8 @@ def test_fingerprint_tells_data_and_window_length_apart(tmp_path):
 
 def test_documents_are_packed_back_to_back_with_one_bos_and_eos(tmp_path, tokenizer):
     texts = [f"text number {number}" for number in range(40)]
-    train, val = text_windows([write_jsonl(tmp_path / "a.jsonl", texts)], None, 0, tokenizer, 8, tmp_path / "cache")
-    rows = train.rows(np.arange(len(train)))
+    train, val = opened([write_jsonl(tmp_path / "a.jsonl", texts)], None, 0.0, tokenizer, tmp_path)
+    rows = train.rows(np.arange(len(train)), np.zeros(len(train)))
     ids = [*rows["input_ids"].flatten().tolist(), rows["targets"][-1, -1].item()]
     whole = [one for text in texts for one in (1, *tokenizer.encode_texts([text])[0], 2)]
     assert ids == whole[: len(train) * 8 + 1]
@@ -84,9 +89,9 @@ def test_documents_are_packed_back_to_back_with_one_bos_and_eos(tmp_path, tokeni
 def test_validation_comes_from_a_file_or_from_a_share_but_not_both(tmp_path, tokenizer):
     data = write_jsonl(tmp_path / "a.jsonl", [f"text number {number}" for number in range(40)])
     other = write_jsonl(tmp_path / "b.jsonl", ["something else"])
-    from_file = text_windows([data], [other], 0, tokenizer, 8, tmp_path / "cache")
+    from_file = opened([data], [other], 0.0, tokenizer, tmp_path)
     assert (from_file[0].documents, from_file[1].documents) == (40, 1)
-    from_share = text_windows([data], None, 0.3, tokenizer, 8, tmp_path / "cache")
+    from_share = opened([data], None, 0.3, tokenizer, tmp_path)
     assert from_share[0].documents + from_share[1].documents == 40
     with pytest.raises(ValueError, match="--val_path and --val_fraction"):
-        text_windows([data], [other], 0.3, tokenizer, 8, tmp_path / "cache")
+        opened([data], [other], 0.3, tokenizer, tmp_path)
