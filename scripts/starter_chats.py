@@ -10,7 +10,7 @@ from scripts.starter_text import LANGUAGES, Table, capital, fill_skeleton, numbe
 
 Message = dict[str, str]
 CHATS_PER_SUM_PHRASING = 64
-MOST_ROWS = 16
+MOST_ROWS = 12
 
 
 class Chat(NamedTuple):
