@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from model.gpt import GPT
 from model.names import plain_names, require_shapes, shapes_of
-from model.weights import FREE_FIELDS, load_model
+from model.weights import ADAPTER_FILE, FREE_FIELDS, load_model
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = ADAPTER_FILE, "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in PEFT's file
 FINGERPRINT = "base_fingerprint"
 

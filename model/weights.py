@@ -17,6 +17,7 @@ from model.minimind import read_minimind
 from model.names import Shapes, plain_name, plain_names, require_shapes, shapes_of
 
 COPIED_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+ADAPTER_FILE = "adapter_config.json"
 CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -98,6 +99,10 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 def load_config(folder: Path) -> GPTConfig:
     """The GPTConfig of a Llama or Qwen3 folder; anything a GPT cannot represent is a ValueError naming the field."""
     path = folder / CONFIG_FILE
+    if not path.exists() and (folder / ADAPTER_FILE).exists():
+        raise ValueError(
+            f"{folder} is a LoRA adapter; merge it first: python -m scripts.export {folder} OUT --merge_lora"
+        )
     raw = _read_json(path)
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FOREIGN_DEFAULTS:

@@ -249,3 +249,9 @@ def test_a_folder_with_wrapped_names_loads_as_one_without(folder):
 def test_two_names_that_become_one_are_refused():
     with pytest.raises(ValueError, match=r"'a.weight'"):
         plain_names({"a.weight": torch.zeros(1), "module.a.weight": torch.ones(1)})
+
+
+def test_an_adapter_is_no_model_and_says_how_to_become_one(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is a LoRA adapter; merge it first"):
+        load_model_folder(tmp_path)
