@@ -78,13 +78,14 @@ fi
 finish
 
 say "4/6 SFT: it learns to answer (3 to 4 minutes on 2 cores)"
-start sft train_sft.py --from_weight "$runs/pretrain" --max_seq_len 256 --batch_size $((8 / ranks)) --epochs 5 \
+start sft train_sft.py --from_weight "$runs/pretrain" --max_seq_len 256 --batch_size $((8 / ranks)) --epochs 6 \
     --learning_rate 2e-3
 finish
 
 say "5/6 LoRA: it learns who it is"
 start lora train_lora.py --from_weight "$runs/sft" --max_seq_len 256 --batch_size $((8 / ranks)) --max_steps 120 \
-    --learning_rate 5e-3 --data_path dataset/starter/sft.jsonl dataset/starter/lora_identity.jsonl --data_weights 0.5 0.5
+    --learning_rate 5e-3 --lora_rank 8 --lora_alpha 16 --data_weights 0.75 0.25 \
+    --data_path dataset/starter/sft.jsonl dataset/starter/lora_identity.jsonl
 finish
 trap - INT TERM HUP
 
