@@ -16,6 +16,9 @@ from model.cache import KVCache, LayerCache
 from model.loss import IGNORE_INDEX as IGNORE_INDEX
 from model.loss import cross_entropy_sum
 
+# Tokens a text in a packed row has on average where it is better attended to alone.
+SHORT_TEXT = 128
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -136,6 +139,41 @@ def attention_mask(
     return (earlier & (segments[:, :, None] == key_segments[:, None, :]))[:, None]
 
 
+def stretches(segments: Tensor) -> list[int] | None:
+    """Lengths of the texts in packed rows, row after row, where they are better attended to one by one; else None.
+
+    segments: (batch, time). With a mask the kernel works on every pair of a row. Attention to each text alone takes a
+    call a text: on a CPU a training step on 4 x 768 with three texts a row took 14 % less so.
+    """
+    if segments.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    begins = torch.ones_like(segments, dtype=torch.bool)
+    begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    starts = begins.flatten().nonzero().flatten()
+    if segments.numel() < SHORT_TEXT * len(starts):
+        return None
+    rows = starts // segments.shape[1]
+    if len(torch.stack((rows, segments.flatten()[starts])).unique(dim=1)[0]) < len(starts):
+        return None  # a text that another one interrupts
+    return starts.diff(append=starts.new_tensor([segments.numel()])).tolist()
+
+
+def attend_alone(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], enable_gqa: bool) -> Tensor:
+    """Causal attention within stretches of packed rows.
+
+    q, k, v: (batch, time, heads, head_dim); lengths: of the stretches. Returns (batch, time, heads x head_dim).
+    """
+    # Split, not sliced: the gradients of all parts become one tensor with a single copy.
+    parts = zip(*(x.flatten(0, 1).split(lengths) for x in (q, k, v)), strict=True)
+    mixed = [
+        F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in part), is_causal=True, enable_gqa=enable_gqa)[
+            0
+        ].transpose(0, 1)
+        for part in parts
+    ]
+    return torch.cat(mixed).view(*q.shape[:2], -1)
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads and, with qk_norm, Qwen3's norm of every q and k head."""
 
@@ -155,14 +193,24 @@ class Attention(nn.Module):
         self.qk_norm = config.qk_norm
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, past: LayerCache | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | list[int] | None = None,
+        past: LayerCache | None = None,
     ) -> Tensor:
-        """mask: (batch or 1, 1, time, keys), True where a token may look; None: at itself and all before it."""
+        """mask: (batch or 1, 1, time, keys), True where a token may look; None: at itself and all before it.
+
+        A list of lengths: only within the stretches of these lengths, see `stretches`.
+        """
         per_head = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = self.q_proj(x).view(per_head), self.k_proj(x).view(per_head), self.v_proj(x).view(per_head)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if isinstance(mask, list):
+            return self.o_proj(attend_alone(q, k, v, mask, self.grouped))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if past is not None:
             k, v = past.extend(k, v)
@@ -198,7 +246,12 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, past: LayerCache | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | list[int] | None = None,
+        past: LayerCache | None = None,
     ) -> Tensor:
         x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin, mask, past))
         return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
@@ -287,7 +340,9 @@ class GPT(nn.Module):
         cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         key_segments = segments if cache is None else cache.extend(input_ids, segments)
-        mask = attention_mask(time, past, segments, key_segments, x.device)
+        mask = stretches(segments) if segments is not None and cache is None else None
+        if mask is None:
+            mask = attention_mask(time, past, segments, key_segments, x.device)
         for number, block in enumerate(self.model.layers):
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, mask, use_reentrant=False)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import model.gpt
 from dataset.chat import encode, encode_records, fit
 from dataset.conversations import SYSTEM, Turn, conversation_of
 from dataset.files import DataError
@@ -16,7 +17,7 @@ from dataset.packing import PADDING, PackedChats, chat_rows, pack
 from dataset.tokenizer import load_tokenizer
 from dataset.tokens import Reading
 from dataset.variation import Variation
-from model.gpt import GPT, GPTConfig
+from model.gpt import GPT, GPTConfig, stretches
 from model.loss import IGNORE_INDEX
 from tests.conftest import ROOT, SHARED_DATA
 
@@ -109,24 +110,27 @@ def test_rows_hold_every_conversation_as_it_is_alone(tmp_path, tokenizer):
     assert chats.target_counts.sum() == sum(targets)
 
 
-def test_packed_row_has_the_loss_and_gradients_of_its_conversations(tmp_path, tokenizer):
+@pytest.mark.parametrize("short_text", [1, 10**9], ids=["each text alone", "with a mask"])
+def test_packed_row_has_the_loss_and_gradients_of_its_conversations(tmp_path, tokenizer, monkeypatch, short_text):
+    monkeypatch.setattr(model.gpt, "SHORT_TEXT", short_text)
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=6400, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, qk_norm=True)
-    model = GPT(config).double()
+    gpt = GPT(config).double()
     chats, _ = opened(tmp_path, tokenizer)
     batch = chats.rows(np.arange(len(chats)), ZEROS[: len(chats)])
-    packed = model(**batch)
+    assert (stretches(batch["segments"]) is None) == (short_text > 1)
+    packed = gpt(**batch)
     packed.backward()
-    gradients = [weight.grad.clone() for weight in model.parameters()]
-    model.zero_grad()
+    gradients = [weight.grad.clone() for weight in gpt.parameters()]
+    gpt.zero_grad()
     one_by_one = 0.0
     for record in RECORDS:
         inputs, targets, _ = alone(record, tokenizer)
-        loss = model(torch.tensor([inputs]), torch.tensor([targets]))
+        loss = gpt(torch.tensor([inputs]), torch.tensor([targets]))
         loss.backward()
         one_by_one += loss.item()
     assert packed.item() == pytest.approx(one_by_one, rel=1e-12)
-    for weight, gradient in zip(model.parameters(), gradients, strict=True):
+    for weight, gradient in zip(gpt.parameters(), gradients, strict=True):
         torch.testing.assert_close(gradient, weight.grad, rtol=1e-10, atol=1e-12)
 
 
@@ -222,3 +226,9 @@ def test_real_conversations_are_all_accounted_for_and_hardly_padded(tmp_path, to
     encoded = encode_records(records[:300], tokenizer, 768)
     held = {tuple(ids) for ids, _, _ in conversations_in(chats)}
     assert all(tuple(row.ids[:-1]) in held for _, row in encoded.rows)
+
+
+def test_a_text_that_another_interrupts_is_attended_to_with_a_mask(monkeypatch):
+    monkeypatch.setattr(model.gpt, "SHORT_TEXT", 1)
+    assert stretches(torch.tensor([[0, 0, 1], [0, 2, 2]])) == [2, 1, 1, 2]
+    assert stretches(torch.tensor([[0, 1, 0]])) is None
