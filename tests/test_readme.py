@@ -23,6 +23,8 @@ SCRIPTS = sorted(path.name for path in ROOT.glob("train_*.py"))
 # Data that the reader brings along.
 THEIRS = {
     "../shared/data/pretrain_real.jsonl",
+    "../shared/data/sft_real.jsonl",
+    "../shared/data/domain_real.jsonl",
     "dataset/pretrain_hq.jsonl",
     "dataset/pretrain_t2t_mini.jsonl",
     "big.jsonl",
@@ -40,6 +42,7 @@ MINIMIND_RUN = "torchrun --nproc_per_node 2 train_pretrain.py --ddp"
 RUN = {f"{SMALL_RUN} ...", f"{MINIMIND_RUN} ..."}
 # ... and those that they do not, with the reason. Parsed are all of them.
 NOT_RUN = {
+    "bash scripts/quickstart.sh ...": "tests/test_quickstart.py runs it, cut short",
     "bash scripts/quickstart.sh": "tests/test_quickstart.py runs it",
     "bash scripts/test.sh ...": "it is what runs this test",
     "source .venv/bin/activate": "for the reader's own shell",
@@ -57,6 +60,9 @@ NOT_RUN = {
     "python -m scripts.export ...": "needs a trained model; tests/test_export.py exports one",
     "python train_pretrain.py --data_path mine.jsonl ...": "the reader's data; tests/test_records.py reads such files",
     "/usr/bin/time -v python train_pretrain.py ...": "needs a file of 1 GB",
+    "python -m scripts.launch --nproc_per_node 2 train_sft.py ...": "7 minutes, and the reader's data",
+    "python -m scripts.launch --nproc_per_node 2 train_lora.py ...": "3 minutes, and the reader's data",
+    "python -m scripts.benchmark_packing ...": "minutes, and its numbers are the machine's",
     "python -m scripts.benchmark_train ...": "minutes, and its numbers are the machine's",
     "python -m scripts.benchmark_data ...": "minutes, and its numbers are the machine's",
     "python -m scripts.train_tokenizer ...": "tests/test_tokenizer.py trains one",

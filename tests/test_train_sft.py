@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,10 +120,10 @@ def test_shown_samples_mark_what_is_trained(tmp_path, base, capsys):
 
 def test_weights_without_a_tokenizer_need_one_named(tmp_path, base, caplog):
     chats = write_chats(tmp_path / "chats.jsonl", 20)
-    model = load_model_folder(base)
+    model = GPT(replace(TINY_MODEL, num_attention_heads=8))
     torch.save(minimind_state(model.config, model.state_dict()), tmp_path / "pretrain_64.pth")
     options = [*SFT, "--data_path", chats, "--cache_dir", tmp_path / "cache", "--max_steps", 1]
-    options += ["--from_weight", tmp_path / "pretrain_64.pth", "--num_attention_heads", 4]
+    options += ["--from_weight", tmp_path / "pretrain_64.pth"]
     assert train(*options, "--out_dir", tmp_path / "sft", script=train_sft) == 78
     assert "--tokenizer_path" in caplog.text
     options += ["--tokenizer_path", "model/tokenizer"]
