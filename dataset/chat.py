@@ -29,7 +29,6 @@ from dataset.records import BadRecord, Chunk
 from dataset.rendering import CONTROLS, END, START, Piece, empty_think_block, lay_out, prompt_header
 from dataset.tokenizer import TextTokenizer
 from dataset.tokens import MARKS, ROWS
-from model.loss import IGNORE_INDEX
 
 # Kinds of what the length limit does; the first is a record that is dropped, the others are notes.
 TOO_LONG, CUT_ANSWER, SPLIT = "longer than --max_seq_len", "answer beyond --max_seq_len", "split for --max_seq_len"
@@ -65,11 +64,6 @@ class Row(NamedTuple):
     starts: tuple[int, ...] = ()
     takes_system: bool = False
     text_bytes: int = 0
-
-    def inputs_and_targets(self) -> tuple[list[int], list[int]]:
-        """Return input ids and, for each, the id that should follow, or IGNORE_INDEX."""
-        targets = [token if learned else IGNORE_INDEX for token, learned in zip(self.ids, self.learned, strict=True)]
-        return self.ids[:-1], targets[1:]
 
     def marks(self) -> list[int]:
         """What the cache keeps beside each id: LEARNED, TAKES_THINK, TAKES_SYSTEM."""

@@ -164,13 +164,11 @@ def attend_alone(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], enable_gqa
     q, k, v: (batch, time, heads, head_dim); lengths: of the stretches. Returns (batch, time, heads x head_dim).
     """
     # Split, not sliced: the gradients of all parts become one tensor with a single copy.
-    parts = zip(*(x.flatten(0, 1).split(lengths) for x in (q, k, v)), strict=True)
-    mixed = [
-        F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in part), is_causal=True, enable_gqa=enable_gqa)[
-            0
-        ].transpose(0, 1)
-        for part in parts
-    ]
+    mixed = []
+    for part in zip(*(x.flatten(0, 1).split(lengths) for x in (q, k, v)), strict=True):
+        per_head = (x.transpose(0, 1)[None] for x in part)
+        alone = F.scaled_dot_product_attention(*per_head, is_causal=True, enable_gqa=enable_gqa)
+        mixed.append(alone[0].transpose(0, 1))
     return torch.cat(mixed).view(*q.shape[:2], -1)
 
 

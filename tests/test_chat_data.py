@@ -18,7 +18,6 @@ from dataset.records import BadRecord, read_chunks
 from dataset.rendering import rendered
 from dataset.tokenizer import load_tokenizer
 from dataset.variation import SYSTEM_PROMPTS, Variation
-from model.gpt import IGNORE_INDEX
 from tests.conftest import ROOT, SHARED_DATA
 
 TOKENIZER = ROOT / "model" / "tokenizer"
@@ -92,15 +91,6 @@ def test_only_the_answer_and_its_end_token_are_learned(tokenizer):
     question = [START, "user\n1 + 二?", END, "\n"]
     expected = [START, "system\nBe kind.", END, "\n", *question, *answer, *question, *answer]
     assert marked(row) == spelled(tokenizer, *expected)
-
-
-def test_targets_are_the_ids_that_follow(tokenizer):
-    row = one_row(minimind(ASKS, ANSWERS), tokenizer)
-    inputs, targets = row.inputs_and_targets()
-    header = len(spelled(tokenizer, START, "user\n1 + 二?", END, "\n", START, "assistant\n"))
-    answer = spelled(tokenizer, "It is 3.", END)
-    assert inputs == row.ids[:-1]
-    assert targets == [IGNORE_INDEX] * (header - 1) + answer + [IGNORE_INDEX]
 
 
 def test_tools_reasoning_calls_and_results_have_their_control_ids(tokenizer):
@@ -370,7 +360,7 @@ def blocks_of(*described: str) -> list[Block]:
 
 def rows_of(blocks, max_seq_len) -> tuple[list[list[int]], int]:
     rows, cut = fit(blocks, max_seq_len)
-    assert all(len(row.inputs_and_targets()[0]) <= max_seq_len for row in rows)
+    assert all(len(row.ids) - 1 <= max_seq_len for row in rows)
     return [sorted(set(row.ids)) for row in rows], cut
 
 

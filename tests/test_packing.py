@@ -81,7 +81,8 @@ def alone(record: dict, tokenizer, system: str | None = None, empty_think: bool 
         conversation = replace(conversation, turns=(Turn(SYSTEM, system), *conversation.turns))
     [blocks] = encode([replace(conversation, empty_think=empty_think)], tokenizer)
     [[row], _] = fit(blocks, None)
-    inputs, targets = row.inputs_and_targets()
+    targets = [token if learned else IGNORE_INDEX for token, learned in zip(row.ids, row.learned, strict=True)]
+    inputs, targets = row.ids[:-1], targets[1:]
     return inputs, targets, list(range(len(inputs)))
 
 
@@ -108,6 +109,18 @@ def test_rows_hold_every_conversation_as_it_is_alone(tmp_path, tokenizer):
     assert len(chats) < len(RECORDS)
     targets = [sum(target != IGNORE_INDEX for target in targets) for _, targets, _ in found]
     assert chats.target_counts.sum() == sum(targets)
+
+
+def test_targets_are_the_ids_that_follow(tmp_path, tokenizer):
+    chats, _ = opened(tmp_path, tokenizer, RECORDS[:1])
+    [(inputs, targets, _)] = conversations_in(chats)
+    asked, role, answer, line = tokenizer.encode_texts(
+        ["user\n你好, who are you?", "assistant\n", "A small model.", "\n"]
+    )
+    start, end = tokenizer.bos_id, tokenizer.eos_id
+    header = [start, *asked, end, *line, start, *role]
+    assert inputs == [*header, *answer, end]
+    assert targets == [IGNORE_INDEX] * (len(header) - 1) + [*answer, end] + [IGNORE_INDEX]
 
 
 @pytest.mark.parametrize("short_text", [1, 10**9], ids=["each text alone", "with a mask"])
