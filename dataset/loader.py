@@ -4,7 +4,7 @@ import functools
 import os
 import resource
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -96,7 +96,9 @@ class StepLoader(Dataset):
 
     A step's global batch is batch_size * world_size * accumulation consecutive positions of the shuffled stream; rank
     r takes the block [r*B*A, (r+1)*B*A) of them, B per micro-batch. So the same samples in the same order make a
-    step however the global batch is split, and a step may span epochs: there is no short last one.
+    step however the global batch is split, and a step may span epochs: there is no short last one. With another
+    `global_batch` (a run that goes on with fewer ranks) the blocks may differ by one sequence, and micro-batches hold
+    batch_size at the most.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class StepLoader(Dataset):
         pin_memory: bool = False,
     ):
         self.samples = samples
-        self.rank = rank
+        self.rank, self.world_size = rank, world_size
         self.batch_size = batch_size
         self.accumulation = accumulation
         self.global_batch = batch_size * world_size * accumulation
@@ -126,10 +128,11 @@ class StepLoader(Dataset):
 
     def step_batch(self, step: int) -> StepBatch:
         """Return this rank's micro-batches of data step `step`: rows of `samples`, (B, T) each."""
-        block = self.batch_size * self.accumulation
-        first = step * self.global_batch + self.rank * block
+        begin, end = (rank * self.global_batch // self.world_size for rank in (self.rank, self.rank + 1))
+        first, block = step * self.global_batch + begin, end - begin
         indices, epochs = self.samples.order(first, block)
-        cuts = [slice(start, start + self.batch_size) for start in range(0, block, self.batch_size)]
+        parts = -(-block // self.batch_size)
+        cuts = [slice(part * block // parts, (part + 1) * block // parts) for part in range(parts)]
         batches = [self.samples.rows(indices[cut], epochs[cut]) for cut in cuts]
         return StepBatch(
             micro_batches=batches,
@@ -151,8 +154,8 @@ class StepLoader(Dataset):
         first = step * self.global_batch
         return self.samples.order(first, self.global_batch)[0].tolist()
 
-    def iterate(self, first_step: int, last_step: int) -> Generator[StepBatch, None, None]:
-        """Yield the batches of steps first_step .. last_step - 1, prepared ahead by the workers.
+    def iterate(self, steps: Iterable[int]) -> Generator[StepBatch, None, None]:
+        """Yield the batches of these data steps, prepared ahead by the workers.
 
         Start it in the main thread: on Linux the workers are killed when the thread that started them ends.
         """
@@ -163,7 +166,7 @@ class StepLoader(Dataset):
         yield from DataLoader(
             self,
             batch_size=None,
-            sampler=range(first_step, last_step),
+            sampler=steps,
             num_workers=self.num_workers,
             multiprocessing_context="fork" if self.num_workers else None,
             collate_fn=_as_it_is,

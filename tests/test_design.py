@@ -20,7 +20,9 @@ MODEL_EXTERNALS = {"torch", "safetensors"}
 UNPICKLER = ROOT / "model" / "minimind.py"
 # run.py composes, snapshots.py is its half that saves and restores; the others know one another only this far.
 COMPOSERS = {"run.py", "snapshots.py"}
-TRAINER_MAY_KNOW = {"trainer.ddp", "trainer.backends", "trainer.checkpoint", "trainer.optim", "trainer.plan"}
+TRAINER_MAY_KNOW = {
+    f"trainer.{name}" for name in ("ddp", "backends", "checkpoint", "optim", "plan", "guard", "rendezvous")
+}
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """What a training script asks of a parallel back end, and the table that finds one by name."""
 
 import importlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -23,26 +23,27 @@ class StepBatch(Protocol):
 
 
 class Loader(Protocol):
-    """Gives a rank its part of any step; what a step holds depends on its number alone."""
+    """Gives a rank its part of any data step; what one holds depends on its number and the global batch alone."""
 
-    batch_size: int
+    batch_size: int  # sequences per micro-batch, at the most
     accumulation: int
+    global_batch: int  # sequences per step; a resumed run sets its own
     tokens_per_epoch: int
 
     def __len__(self) -> int:
         """Sequences in the data."""
         ...
 
-    def iterate(self, first_step: int, last_step: int) -> Generator[StepBatch, None, None]:
-        """Yield this rank's part of the steps first_step .. last_step - 1."""
+    def iterate(self, steps: Iterable[int]) -> Generator[StepBatch, None, None]:
+        """Yield this rank's part of these data steps."""
         ...
 
     def epochs_of(self, step: int) -> dict[str, float]:
-        """Source -> passes over it that `step` steps make; {} where there is one source only."""
+        """Source -> passes over it that `step` data steps make; {} where there is one source only."""
         ...
 
     def sample_ids(self, step: int) -> list[int]:
-        """The samples of a whole step, over all ranks."""
+        """The samples of a whole data step, over all ranks."""
         ...
 
 

@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -146,20 +146,23 @@ def resolve_weights(name: str, option: str = "--from_weight") -> Path:
 def prune(run_dir: Path, keep: int, pinned: Collection[int]) -> None:
     """Delete all step folders but the newest `keep` and the `pinned` steps.
 
-    Call it right after a save, with that step pinned: it is the one that is known to be whole. A folder that cannot
-    be deleted is warned about: cleaning up never stops a run.
+    Call it right after a save, with that step pinned: it is the one that is known to be whole.
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least 1 checkpoint has to stay")
     folders = step_folders(run_dir)
-    doomed = [folder for folder in folders[:-keep] if checkpoint_step(folder) not in pinned]
-    for folder in doomed:
+    discard([folder for folder in folders[:-keep] if checkpoint_step(folder) not in pinned])
+
+
+def discard(folders: Sequence[Path]) -> None:
+    """Delete step folders. One that cannot be deleted is warned about: cleaning up never stops a run."""
+    for folder in folders:
         # A kill in the middle of the deletion must not leave half a folder under a step's name.
         gone = _temporary_name(folder)
         try:
             folder.rename(gone)
         except OSError as error:
-            log.warning("cannot delete the old checkpoint %s: %s", folder, error)
+            log.warning("cannot delete the checkpoint %s: %s", folder, error)
         else:
             _remove(gone)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.backends import Batch, Step
+from trainer.rendezvous import fresh_store
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter
 # The last barriers, kept for the life of the process. Otherwise gloo's thread may be the one that frees such a barrier,
@@ -72,7 +73,14 @@ class Ranks:
             return
         timeout = datetime.timedelta(seconds=timeout_seconds)
         on_gpu = self.device.type == "cuda"
-        dist.init_process_group(self.collectives, timeout=timeout, device_id=self.device if on_gpu else None)
+        dist.init_process_group(
+            self.collectives,
+            store=fresh_store(self.rank, self.world_size, timeout_seconds),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+            device_id=self.device if on_gpu else None,
+        )
         self.control = dist.new_group(backend="gloo", timeout=timeout) if on_gpu else dist.group.WORLD
 
     def disconnect(self) -> None:

@@ -8,12 +8,13 @@ import torch
 
 from trainer.checkpoint import read_json, write_json
 from trainer.ddp import Ranks
+from trainer.guard import Watch
 
 # Options that may change over the life of a run and change its result: said aloud. Those of the fingerprint are
 # refused, and all others (logging, saving, workers, ...) are nobody's business.
 CHANGED_ALOUD = (
     "learning_rate", "base_batch_size", "lr_scaling", "lr_schedule", "warmup_steps", "weight_decay", "grad_clip",
-    "epochs", "max_steps", "val_path",
+    "epochs", "max_steps", "val_path", "spike_threshold",
 )  # fmt: skip
 
 BIT_CHANGING_OPTIONS = (
@@ -35,6 +36,9 @@ class TrainState:
     step: int = 0  # optimizer steps done, so also the number of the next one
     tokens: int = 0  # target tokens trained on
     skipped_updates: int = 0  # steps whose update was not finite
+    skipped: tuple[int, ...] = ()  # data steps that are left out, ascending
+    rollbacks: int = 0  # by the loss guard
+    watch: Watch = dataclasses.field(default_factory=Watch)  # the loss guard's memory
     validated_step: int = -1  # the last step that was validated; 0: the weights it was given
     best_step: int | None = None  # committed checkpoint of the lowest validation loss
     best_val_loss: float | None = None
@@ -89,7 +93,10 @@ def read_saved(folder: Path) -> Saved:
     """Read a checkpoint's record. Raises ValueError where a field is missing or unknown."""
     record = read_json(folder / "state.json")
     try:
-        state = TrainState(**record.pop("state"))
+        state = record.pop("state")
+        watch = state.pop("watch", {"recent": (), "suspects": ()})
+        watch |= {name: tuple(watch[name]) for name in ("recent", "suspects")}
+        state = TrainState(**state | {"skipped": tuple(state.get("skipped", ())), "watch": Watch(**watch)})
         return Saved(state, read_json(folder / "manifest.json")["fingerprint"], **record)
     except (TypeError, KeyError) as problem:
         raise ValueError(f"{folder}/state.json was written by another version of this project: {problem}") from problem
@@ -101,9 +108,16 @@ def refuse_changes(saved: dict[str, object], given: dict[str, object], folder: P
     if differences:
         raise ValueError(
             f"{folder} belongs to another run than this command asks for: {'; '.join(differences)}. Give the saved "
-            "values (the global batch is batch_size x ranks x accumulation), another --out_dir, or "
+            "values (the global batch is batch_size x ranks x accumulation; with those two as they were, any number of "
+            "ranks shares the saved one), another --out_dir, or "
             "--resume_from_checkpoint false to set the folder aside and start anew"
         )
+
+
+def global_batch(saved: Saved, options: dict[str, object], given: int) -> int:
+    """The global batch to go on with: the saved one, where nothing but the number of ranks makes the difference."""
+    same = all(saved.options.get(name) == options[name] for name in ("batch_size", "gradient_accumulation_steps"))
+    return int(saved.fingerprint["global_batch"]) if same else given
 
 
 def _short(value: object) -> str:

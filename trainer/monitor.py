@@ -38,6 +38,8 @@ METRICS = {
     "step_seconds": Metric("s", "rank 0", "mean duration of a step since the last log line"),
     "epoch_time": Metric("min", "rank 0", "time left to the end of the run; MiniMind's name, on wandb alone"),
     "skipped_updates": Metric("updates", "same on all ranks", "updates skipped for a non-finite loss or gradient"),
+    "rollbacks": Metric("rollbacks", "same on all ranks", "returns of the loss guard to a stable checkpoint"),
+    "failed_saves": Metric("saves", "rank 0", "checkpoints that could not be written since this start"),
     "epochs": Metric("epochs", "same on all ranks", "passes over a source of a mixture, as epochs/<source>"),
     "val_loss": Metric("nats per target token", "sum over ranks", "loss on the validation texts"),
     "val_bits_per_byte": Metric("bits per byte", "sum over ranks", "validation loss over the texts' UTF-8 bytes"),
@@ -86,6 +88,15 @@ class Jsonl:
             self._warned = True
         else:
             self._waiting, self._warned = self._waiting[written:], False
+
+    def rewind(self, last_step: int, validated_step: int) -> None:
+        """Take back what comes after a step that the run returns to."""
+        cut_metrics(self._path, last_step, validated_step)
+        os.close(self._file)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        if self._waiting:
+            log.error("%s: lines that waited for room on the disk were lost with the steps taken back", self._path)
+        self._waiting = b""
 
     def close(self) -> None:
         """Close the file; say so if lines were lost."""
@@ -208,6 +219,12 @@ class Monitor:
         """Tell the console that a step is done: a progress bar moves."""
         if self._display in self.sinks:
             self._guarded(self._display, lambda: self._display.tick(step))
+
+    def rewind(self, last_step: int, validated_step: int) -> None:
+        """Make the curve in metrics.jsonl end at a step that the run returns to. Dashboards keep what they have."""
+        for sink in self.sinks:
+            if isinstance(sink, Jsonl):
+                self._guarded(sink, lambda sink=sink: sink.rewind(last_step, validated_step))
 
     def event(self, kind: str, **details: object) -> None:
         """Append one line to events.jsonl: what happened, when (Unix seconds), and its details."""

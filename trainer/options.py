@@ -64,6 +64,7 @@ def add_run_options(
     keep_checkpoints: int = 3,
     log_interval: int = 10,
     eval_interval: int = 500,
+    spike_threshold: float = 0.1,
     num_workers: int = 4,
     ddp_timeout: float = 1800,
     ddp_bucket_cap_mb: float = 25,
@@ -96,6 +97,19 @@ def add_run_options(
         type=int,
         default=keep_checkpoints,
         help="newest checkpoints to keep; the one of best validation loss is kept besides",
+    )
+    add_switch(
+        run,
+        "--async_save",
+        default=False,
+        help="write checkpoints in the background: a step pays for a copy in memory only",
+    )
+    run.add_argument(
+        "--spike_threshold",
+        type=float,
+        default=spike_threshold,
+        help="share by which the loss may exceed its recent level; above it for three steps, the run goes back to the "
+        "last stable checkpoint and leaves out the data between (0: off)",
     )
     run.add_argument("--log_interval", type=int, default=log_interval, help="optimizer steps between log lines")
     run.add_argument(
@@ -143,7 +157,14 @@ def add_run_options(
         "--timeout",
         type=float,
         default=ddp_timeout,
-        help="seconds a rank waits for the others in a collective",
+        help="seconds a rank waits for the others to start, save or validate, and in the first steps",
+    )
+    machine.add_argument(
+        "--step_timeout",
+        type=float,
+        default=None,
+        help="seconds after which a step is stuck: the rank shows where and ends (none given: 10 times the slowest "
+        "step, at least 60)",
     )
     machine.add_argument(
         "--ddp_bucket_cap_mb", type=float, default=ddp_bucket_cap_mb, help="MiB of gradients per all-reduce"
@@ -275,7 +296,7 @@ def validate(args: argparse.Namespace) -> None:
     for name in (
         "max_steps", "batch_size", "gradient_accumulation_steps", "base_batch_size", "hidden_size",
         "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "checkpoint_interval",
-        "keep_checkpoints", "log_interval", "ddp_timeout", "lora_rank",
+        "keep_checkpoints", "log_interval", "ddp_timeout", "step_timeout", "lora_rank",
     ):  # fmt: skip
         at_least(name, 1)
     at_least("max_seq_len", 2)
@@ -284,6 +305,7 @@ def validate(args: argparse.Namespace) -> None:
         "weight_decay",
         "learning_rate",
         "eval_interval",
+        "spike_threshold",
         "num_workers",
         "seed",
         "show_samples",

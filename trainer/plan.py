@@ -1,7 +1,7 @@
 """How many steps, on which batch, at which rate: all that is known before the first step."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainer.optim import default_warmup, rate_share, scaled_rate
@@ -19,6 +19,7 @@ class Plan:
     world_size: int
     batch_size: int  # sequences per rank and micro-batch
     accumulation: int  # micro-batches per step
+    global_batch: int  # sequences per optimizer step, over all ranks
     epochs: float | None  # None: one, or as many as make FEW_STEPS steps
     max_steps: int | None
     learning_rate: float
@@ -28,6 +29,11 @@ class Plan:
     warmup_steps: int | None
 
     def __post_init__(self) -> None:
+        if self.world_size > self.global_batch:
+            raise ValueError(
+                f"{self.world_size} ranks cannot share a global batch of {self.global_batch} sequences; start at most "
+                f"{self.global_batch}"
+            )
         epochs = 1 if self.epochs is None else self.epochs
         if self.max_steps is None and self.samples * epochs < self.global_batch:
             raise ValueError(
@@ -40,11 +46,6 @@ class Plan:
             object.__setattr__(self, "epochs", max(1, math.ceil(FEW_STEPS * self.global_batch / self.samples)))
         if self.warmup_steps is None:
             object.__setattr__(self, "warmup_steps", default_warmup(self.total_steps, self.lr_schedule))
-
-    @property
-    def global_batch(self) -> int:
-        """Sequences per optimizer step, over all ranks."""
-        return self.batch_size * self.world_size * self.accumulation
 
     @property
     def total_steps(self) -> int:
@@ -68,10 +69,16 @@ class Plan:
 
     def lines(self) -> Iterator[str]:
         """The derivations, for the start of a log."""
-        yield (
-            f"global batch {self.global_batch} sequences = {self.batch_size} per micro-batch x {self.world_size} ranks "
-            f"x {self.accumulation} accumulated"
-        )
+        if self.global_batch == self.batch_size * self.world_size * self.accumulation:
+            yield (
+                f"global batch {self.global_batch} sequences = {self.batch_size} per micro-batch x {self.world_size} "
+                f"ranks x {self.accumulation} accumulated"
+            )
+        else:
+            yield (
+                f"global batch {self.global_batch} sequences, as the run began with; each of {self.world_size} ranks "
+                f"takes {self.global_batch // self.world_size} or one more, at most {self.batch_size} per micro-batch"
+            )
         yield (
             f"peak rate {self.peak_rate:.6g} = {self.learning_rate:.6g} scaled '{self.lr_scaling}' from "
             f"{self.base_batch_size} to {self.global_batch} sequences; {self.lr_schedule} schedule, "
@@ -88,3 +95,15 @@ class Plan:
             f"({useful:.1%} of the positions); "
             f"{self.total_steps:,} steps = {self.total_steps * self.global_batch / self.samples:.2f} epochs"
         )
+
+
+def data_step(step: int, skipped: Sequence[int]) -> int:
+    """Which data step the optimizer step `step` trains on, both counted from 0: the step-th that is not skipped.
+
+    skipped: in ascending order.
+    """
+    for number in skipped:
+        if number > step:
+            break
+        step += 1
+    return step

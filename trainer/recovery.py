@@ -1,14 +1,21 @@
-"""What a run does when it is told to stop."""
+"""What a run does when it is told to stop, and when it does not move."""
 
+import contextlib
+import faulthandler
 import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 # torchrun gives its ranks this long between SIGTERM and SIGKILL unless told otherwise.
 TORCHRUN_GRACE_SECONDS = 30.0
+# The first steps compile, warm up and fill the queues; then a step is stuck when it takes SLOWER times the slowest.
+FIRST_STEPS = 3
+SLOWER = 10.0
+SHORTEST_LIMIT_SECONDS = 60.0
 
 
 class StopFlag:
@@ -72,3 +79,56 @@ def stop_budget(step_seconds: float, save_seconds: float) -> tuple[str, bool] | 
     if needed * 2 > grace:
         return f"{line}: too tight, start with python -m scripts.launch or set TORCH_ELASTIC_SHUTDOWN_TIMEOUT", True
     return line, False
+
+
+class Watchdog:
+    """Ends this rank with code 1 when a step takes too long, after every thread's stack went to stderr.
+
+    A thread of the interpreter's own does it, which needs no lock of Python's: it fires where a rank is stuck in native
+    code, as a collective whose peer is gone. torchrun then restarts all ranks, or ends the job.
+    """
+
+    def __init__(self, startup_seconds: float, step_seconds: float | None) -> None:
+        """startup_seconds: for what is not a step, and for the first steps.
+
+        step_seconds: limit of a step; None: SLOWER times the slowest step so far, at least SHORTEST_LIMIT_SECONDS.
+        """
+        self.startup_seconds, self.step_seconds = startup_seconds, step_seconds
+        self._slowest, self._steps, self._began = 0.0, 0, time.monotonic()
+
+    @property
+    def limit(self) -> float:
+        """Seconds that the next step may take."""
+        if self._steps < FIRST_STEPS:
+            return self.startup_seconds
+        if self.step_seconds is not None:
+            return self.step_seconds
+        return min(self.startup_seconds, max(SHORTEST_LIMIT_SECONDS, SLOWER * self._slowest))
+
+    def start(self) -> None:
+        """Watch from now on."""
+        self._arm(self.limit)
+
+    def step_done(self) -> None:
+        """Count a step and give the next one its time."""
+        now = time.monotonic()
+        if self._steps:
+            self._slowest = max(self._slowest, now - self._began)
+        self._steps += 1
+        self._arm(self.limit)
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """Give what is not a step, a save or a validation, the time of a start."""
+        self._arm(self.startup_seconds)
+        yield
+        self._arm(self.limit)
+
+    def stop(self) -> None:
+        """Watch no more."""
+        faulthandler.cancel_dump_traceback_later()
+
+    def _arm(self, seconds: float) -> None:
+        self._began = time.monotonic()
+        # To the file descriptor: sys.stderr may be somebody's wrapper by now.
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)

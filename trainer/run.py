@@ -14,10 +14,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from trainer import advice, lineage
+from trainer import advice, guard, lineage
+from trainer.attempts import BETWEEN_STEPS, MOST_POISONED, Attempts, gave_up_before, is_automatic
 from trainer.backends import Backend, Loader, Step, StepBatch, build_backend
-from trainer.checkpoint import newest_valid, resolve_weights, write_json
+from trainer.checkpoint import checkpoint_step, newest_valid, resolve_weights, step_folder, step_folders, write_json
 from trainer.ddp import Ranks, find_ranks
 from trainer.evaluation import Validation, evaluate_all
 from trainer.lineage import TrainState
@@ -35,15 +37,19 @@ from trainer.ownership import (
     failure_elsewhere,
     leave,
 )
-from trainer.plan import Plan
+from trainer.plan import Plan, data_step
 from trainer.profiling import Pending, StepClock
-from trainer.recovery import StopFlag
-from trainer.snapshots import Snapshots, read_weights
+from trainer.recovery import StopFlag, Watchdog
+from trainer.snapshots import Snapshots, find_newest, read_weights
 from trainer.trackers import TensorBoard, Wandb, wandb_mode
 
 log = logging.getLogger(__name__)
 
 FIRST_SPEAKS_SECONDS = 5.0
+
+
+class GivenUp(RuntimeError):
+    """Training does not come back to its way; another start would not help."""
 
 
 @contextlib.contextmanager
@@ -57,6 +63,8 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
     """
     die_with_parent()
     rank = os.environ.get("RANK", "0")
+    errors = get_error_handler()  # torchrun shows what it records as the cause of a failed job
+    errors.initialize()
     logging.basicConfig(
         level=logging.INFO if rank == "0" else logging.WARNING,
         format="%(asctime)s %(message)s" if rank == "0" else f"%(asctime)s rank {rank}: %(message)s",
@@ -75,6 +83,10 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
     except OwnershipLost as problem:
         run.owner, code, reason = None, HOPELESS, str(problem)
         log.error("%s", _ending(reason, code))
+    except GivenUp as problem:
+        code, reason = HOPELESS, str(problem)
+        if rank == "0":
+            log.error("%s", _ending(reason, code))
     except KeyboardInterrupt:
         # Before training there is nothing to save.
         interrupted = True
@@ -84,6 +96,7 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
         log.warning("%s", _ending(reason, code))
     except (ValueError, OSError) as problem:
         if run is not None and run.training:
+            errors.record_exception(problem)
             raise
         if rank != "0":
             # Often all ranks find the same error, and the launcher ends the others as soon as one has left. Rank 0 has
@@ -92,6 +105,9 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
             time.sleep(FIRST_SPEAKS_SECONDS)
         code, reason = HOPELESS if isinstance(problem, ValueError) else 1, str(problem)
         log.error("%s", _ending(reason, code))
+    except Exception as problem:
+        errors.record_exception(problem)
+        raise
     finally:
         # Another signal must not undo what is saved and said.
         stop.ignore()
@@ -117,6 +133,8 @@ class Run:
         self._given_weights: Path | None = None
         self._val_loss: float | None = None  # of the last validation
         self._whole_passes: dict[str, int] = {}
+        self._spike: guard.Spike | None = None  # noticed, and not answered yet
+        self._save_again_at: int | None = None
         self._skips = ""  # what the end of the run has to say about them
         self._batches: Generator[StepBatch, None, None] | None = None
         self.ranks: Ranks = find_ranks(args.device)
@@ -127,6 +145,11 @@ class Run:
         # A rank that torchrun restarts must not set aside what its predecessor has just saved.
         self.resumes = args.resume_from_checkpoint or begun_by_this_launch(self.dir)
         self.owner: Owner | None = None
+        self.attempts: Attempts | None = None
+        self.snapshots: Snapshots | None = None
+        self.watchdog = Watchdog(args.ddp_timeout, args.step_timeout)
+        if reason := gave_up_before(self.dir, HOPELESS):
+            raise ValueError(f"an earlier attempt of this launch has given up: {reason}")
         if self.ranks.is_first:
             self.owner = claim(self.dir)
             (self.dir / "exit.json").unlink(missing_ok=True)  # that of an earlier start
@@ -197,17 +220,31 @@ class Run:
         self.loader, self.validations = loader, list(validations)
         parts = [(part.name, part.share, part.fingerprint, part.batch_count) for part in validations]
         self._val_set = parts[0][2] if len(parts) == 1 else hashlib.sha256(repr(parts).encode()).hexdigest()
+        options = {k: v for k, v in vars(args).items() if k not in ("given", "notes", "command")}
         names = ("max_seq_len", "epochs", "max_steps", "learning_rate", "base_batch_size", "lr_scaling", "lr_schedule")
+        # Ranks that disagree on what comes when would wait for one another for ever, or mix two data sets.
+        agreed = (*names, "warmup_steps", "eval_interval", "checkpoint_interval", "log_interval", "dtype", "seed")
+        sizes = (loader.batch_size, loader.accumulation, len(loader), loader.tokens_per_epoch)
+        self.ranks.require_same([fingerprint, parts, sizes, [options[name] for name in (*agreed, "spike_threshold")]])
+        if self.owner is not None and not self.resumes:
+            self.owner = begin_anew(self.owner)
+        if self.owner is not None:
+            newest = max(map(checkpoint_step, step_folders(self.dir)), default=0)
+            self.attempts = Attempts(self.dir, newest, is_automatic())
+        found = find_newest(self.dir, self.ranks)
+        if found:
+            saved = lineage.read_saved(step_folder(self.dir, found))
+            loader.global_batch = lineage.global_batch(saved, options, loader.global_batch)
         self.plan = Plan(
             samples=len(loader),
             tokens_per_epoch=loader.tokens_per_epoch,
             world_size=self.world_size,
             batch_size=loader.batch_size,
             accumulation=loader.accumulation,
+            global_batch=loader.global_batch,
             warmup_steps=args.warmup_steps,
             **{name: getattr(args, name) for name in names},
         )
-        options = {k: v for k, v in vars(args).items() if k not in ("given", "notes", "command")}
         fingerprint = {
             "stage": self.stage,
             "seed": args.seed,
@@ -215,24 +252,21 @@ class Run:
             "max_seq_len": args.max_seq_len,
             **fingerprint,
         }
-        # Ranks that disagree on what comes when would wait for one another for ever, or mix two data sets.
-        rhythm = (args.eval_interval, args.checkpoint_interval, args.log_interval, args.dtype)
-        self.ranks.require_same([fingerprint, dataclasses.asdict(self.plan), rhythm, parts])
-        if self.owner is not None and not self.resumes:
-            self.owner = begin_anew(self.owner)
         self.snapshots = Snapshots(
             self.dir,
             self.ranks,
             self.owner,
             self.monitor,
+            last_step=found,
             keep=args.keep_checkpoints,
+            background=args.async_save,
             fingerprint=fingerprint,
             options=options,
             environment=lineage.environment(self.ranks, options),
             write_model=write_model,
             read_model=read_model,
         )
-        state = self.snapshots.restore(self.backend)
+        state = self._leave_out_poison(self.snapshots.restore(self.backend))
         if self.ranks.is_first:
             self._announce(state)
         return self._begin(state)
@@ -267,23 +301,43 @@ class Run:
         # Last, so that no dashboard writes into the progress bar or brings the log up to date.
         self.monitor.show(open_console(plan.total_steps, state.step, plan.epoch_of))
 
+    def _leave_out_poison(self, state: TrainState) -> TrainState:
+        """Skip the data steps in which starts in a row have died; the first rank knows them."""
+        mine = self.attempts.record.poisoned if self.attempts else ()
+        count, *poisoned = self.ranks.sum([len(mine), *mine, *[0] * (MOST_POISONED - len(mine))])
+        skipped = {*state.skipped, *map(int, poisoned[: int(count)])}
+        if self.attempts and self.attempts.new_poison is not None:
+            step = self.attempts.new_poison
+            log.warning("the last two starts died in data step %d; its samples are left out from now on", step)
+            self.monitor.event("poison", data_step=step, sample_ids=self.loader.sample_ids(step))
+        return dataclasses.replace(state, skipped=tuple(sorted(skipped)))
+
     def _begin(self, state: TrainState) -> TrainState:
         """Arm the signals, make up for a validation that a stop left out, fetch the first step, prove given weights."""
         self.stop.install()
         self.training = True
-        self._step, self._pending = state.step, None
         # What an earlier start has said is not said again.
-        self._whole_passes = {name: int(now) for name, now in self.loader.epochs_of(state.step).items()}
+        passes = self.loader.epochs_of(data_step(state.step, state.skipped))
+        self._whole_passes = {name: int(now) for name, now in passes.items()}
         if self._validation_is_due(state):
             state = self._validate(state)
-        self._batches = self.loader.iterate(state.step, self.plan.total_steps)
+        self._serve(state)
+        if self.continues(state) and self._given_weights and not state.step:
+            self._prove_weights()
+        self.clock = StepClock()
+        self.watchdog.start()
+        return state
+
+    def _serve(self, state: TrainState) -> None:
+        """Let the loader begin with the step that comes next, and fetch that."""
+        if self._batches is not None:
+            self._batches.close()
+        self._step, self._pending = state.step, None
+        steps = range(state.step, self.plan.total_steps)
+        self._batches = self.loader.iterate(data_step(step, state.skipped) for step in steps)
         if self.continues(state):
             self._batch = next(self._batches)
             (self._target_tokens,) = self.ranks.sum([self._batch.target_tokens])
-            if self._given_weights and not state.step:
-                self._prove_weights()
-        self.clock = StepClock()
-        return state
 
     def _prove_weights(self) -> None:
         """Say which loss the given weights begin with: that of the validation, or else of the first step's batch."""
@@ -309,6 +363,8 @@ class Run:
     def next_step(self, state: TrainState) -> Step:
         """This rank's part of the next step; its target tokens are those of all ranks."""
         batch = self._batch
+        if self.attempts:
+            self.attempts.enter(data_step(state.step, state.skipped))
         return Step(state.step, batch.micro_batches, batch.first_sequences, int(self._target_tokens))
 
     def rate(self, step: int) -> float:
@@ -326,42 +382,81 @@ class Run:
         state = dataclasses.replace(state, step=state.step + 1, tokens=state.tokens + tokens)
         numbers = {"learning_rate": rate, "tokens": state.tokens}
         if self._is_logged(state.step):
-            numbers |= self.clock.lap() | self._passes(state.step)
+            numbers |= self.clock.lap() | self._passes(state)
         done = Pending(state.step, numbers, loss, grad_norm)
         self._batch = next(self._batches, None)
         coming = self._batch.target_tokens if self._batch else 0
         state, (self._target_tokens, stops) = self._agree(state, [coming, float(self.stop.received is not None)])
         self._pending, self._step, self._stopping = done, state.step, stops > 0
         self.monitor.tick(state.step)
+        self.watchdog.step_done()
 
         ends = self._stopping or state.step == self.plan.total_steps
         # A stop has only so many seconds: the validation is made up for at the next start.
         validates = self._validation_is_due(state) and not self._stopping
-        saves = ends or is_due(state.step, self.args.checkpoint_interval)
-        if validates or saves:
+        saves = ends or is_due(state.step, self.args.checkpoint_interval) or state.step == self._save_again_at
+        if (validates or saves) and not self._spike:
             # The curve up to here must be on the disk before a checkpoint says that it is.
             state, _ = self._agree(state, [])
-            with self.clock.paused():
+        if self._spike:
+            return self._roll_back(state, self._spike)
+        if validates or saves:
+            if self.attempts:
+                self.attempts.enter(BETWEEN_STEPS)
+            with self.clock.paused(), self.watchdog.patient():
                 before, state = state, self._validate(state) if validates else state
                 if saves or state.best_step == state.step:
                     state = self._save(state, before, ends)
         return state
 
-    def _passes(self, step: int) -> dict[str, float]:
+    def _roll_back(self, state: TrainState, spike: guard.Spike) -> TrainState:
+        """Return to the newest checkpoint before a spike, and leave out the data that led to it."""
+        self._spike = None
+        first, last = spike.first_update, spike.last_update
+        losses = ", ".join(f"{loss:.3f}" for loss in spike.losses) or "not finite"
+        # Of two runs one may have been stopped and have a checkpoint more: both come to `first` with the same bits.
+        target = self.snapshots.newest_before(first)
+        self.monitor.event("spike", step=last + 1, level=spike.level, losses=spike.losses, stable_step=target)
+        what = f"step {last + 1}: the loss left its level of {spike.level:.3f} ({losses})"
+        if not target:
+            if self.ranks.is_first:
+                log.warning("%s; no checkpoint before step %d is left to go back to, so training goes on", what, first)
+            return state
+        if state.rollbacks == guard.MOST_ROLLBACKS:
+            raise GivenUp(
+                f"{what} once more after {state.rollbacks} rollbacks; the newest stable checkpoint is that of step "
+                f"{target}; lower --learning_rate or look at the data (events.jsonl has their sample ids)"
+            )
+        window = [data_step(update, state.skipped) for update in range(first, last + 1)]
+        with self.clock.paused(), self.watchdog.patient():
+            back = self.snapshots.return_to(target, self.backend)
+        back = dataclasses.replace(
+            back, skipped=tuple(sorted({*state.skipped, *window})), rollbacks=state.rollbacks + 1
+        )
+        if self.ranks.is_first:
+            log.warning("%s; back to step %d, without the data of steps %d to %d", what, target, first + 1, last + 1)
+        ids = [self.loader.sample_ids(number) for number in window]
+        self.monitor.event("rollback", from_step=state.step, to_step=target, skipped=window, sample_ids=ids)
+        self._serve(back)
+        return back
+
+    def _passes(self, state: TrainState) -> dict[str, float]:
         """How often each source of a mixture was passed through; a further pass is said."""
-        passes = self.loader.epochs_of(step)
+        passes = self.loader.epochs_of(data_step(state.step, state.skipped))
         for name, now in passes.items():
             if int(now) > self._whole_passes.get(name, 0) and self.ranks.is_first:
-                log.info("step %d: source %s ran out and begins pass %d", step, name, int(now) + 1)
+                log.info("step %d: source %s ran out and begins pass %d", state.step, name, int(now) + 1)
         self._whole_passes = {name: int(now) for name, now in passes.items()}
         return {f"epochs/{name}": now for name, now in passes.items()}
 
     def _save(self, state: TrainState, before: TrainState, ends: bool) -> TrainState:
         """Save, twice if need be at the end of a run; a best validation counts only with its checkpoint."""
         for _ in range(2 if ends else 1):
-            if self.snapshots.save(self.backend, state, self.clock.step_seconds):
+            if self.snapshots.save(self.backend, state, self.clock.step_seconds, waits=ends):
                 return state
         self._unsaved = ends
+        # Sooner than at the next regular save: until then a crash costs what was trained since the last one.
+        self._save_again_at = state.step + max(1, self.args.checkpoint_interval // 10)
         return dataclasses.replace(state, best_step=before.best_step, best_val_loss=before.best_val_loss)
 
     def _agree(self, state: TrainState, values: list[float]) -> tuple[TrainState, list[float]]:
@@ -376,14 +471,26 @@ class Run:
         if unfinite:
             state = dataclasses.replace(state, skipped_updates=state.skipped_updates + 1)
             self._skips = f"; {state.skipped_updates} updates were skipped, their loss or gradient was not finite"
-            ids = self.loader.sample_ids(pending.step - 1)
+            ids = self.loader.sample_ids(data_step(pending.step - 1, state.skipped))
             self.monitor.event("skipped_update", step=pending.step, sample_ids=ids)
             if self.ranks.is_first:
                 log.warning("step %d: loss or gradient not finite, update skipped; samples %s", pending.step, ids)
+        loss = math.nan if unfinite else loss
         if self.ranks.is_first and self._is_logged(pending.step):
-            numbers = {"loss": math.nan if unfinite else loss, "grad_norm": grad_norm}
-            self.monitor.write(pending.step, {**numbers, **pending.numbers, "skipped_updates": state.skipped_updates})
-        return state, values
+            counts = {"skipped_updates": state.skipped_updates, "rollbacks": state.rollbacks}
+            counts["failed_saves"] = self.snapshots.failed_saves
+            self.monitor.write(pending.step, {"loss": loss, "grad_norm": grad_norm, **pending.numbers, **counts})
+        return self._guard(state, pending.step, loss), values
+
+    def _guard(self, state: TrainState, step: int, loss: float) -> TrainState:
+        """Show the loss guard the loss of a step."""
+        if not self.args.spike_threshold:
+            return state
+        # Not by what lies on the disk, which depends on where a run was stopped: two runs decide alike.
+        armed_from = max(self.plan.warmup_steps, self.args.checkpoint_interval)
+        watch, spike = guard.judge(state.watch, step, loss, self.args.spike_threshold, armed_from)
+        self._spike = self._spike or spike
+        return dataclasses.replace(state, watch=watch)
 
     def _is_logged(self, step: int) -> bool:
         return is_due(step, self.args.log_interval) or step in (1, self.plan.total_steps)
@@ -437,6 +544,10 @@ class Run:
 
         In this order: a dashboard may take seconds, in which we may be killed, and a sink writes into the folder.
         """
+        self.watchdog.stop()
+        if self.snapshots is not None:
+            with contextlib.suppress(OwnershipLost):
+                self.snapshots.finish()
         if self._batches is not None:
             # By hand: after an error its traceback keeps the loader alive, and Python waits for the workers at exit.
             self._batches.close()
@@ -444,6 +555,8 @@ class Run:
             with contextlib.suppress(OSError):
                 write_json(self.dir / "exit.json", {"code": code, "reason": reason})
             self.monitor.event("ended", code=code, reason=reason)
+            if self.attempts:
+                self.attempts.close(orderly=code in (DONE, STOPPED))
         self.monitor.close()
         if self.owner is not None:
             self.owner.release()
