@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from model.weights import COPIED_TOKENIZER_FILES
+from model.weights import COPIED_TOKENIZER_FILES, require_regular
 
 # Characters. A longer text is encoded in pieces; within the last part of one its end is looked for, on this context.
 LONG_TEXT, CUT_SEARCH, CUT_CONTEXT = 1 << 18, 1 << 13, 256
@@ -154,11 +154,12 @@ def require_matching(tokenizer: TextTokenizer, vocab_size: int, weights_folder: 
 
 def _read_json(path: Path) -> dict:
     try:
+        require_regular(path)
         content = json.loads(path.read_bytes())
     except FileNotFoundError as problem:
         raise ValueError(f"{path}: no such file; a tokenizer folder needs {_FILES_NEEDED}") from problem
     except OSError as problem:
-        raise ValueError(f"{path}: cannot be read ({problem.strerror})") from problem
+        raise ValueError(f"{path}: cannot be read ({problem.strerror or problem})") from problem
     except ValueError as problem:
         raise ValueError(f"{path}: not valid JSON ({problem}); restore or retrain the tokenizer") from problem
     if not isinstance(content, dict):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from model.gpt import GPT
 from model.names import plain_names, require_shapes, shapes_of
-from model.weights import ADAPTER_FILE, FREE_FIELDS, load_model
+from model.weights import ADAPTER_FILE, FREE_FIELDS, load_model, require_regular
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG_FILE, WEIGHTS_FILE = ADAPTER_FILE, "adapter_model.safetensors"
@@ -186,6 +186,8 @@ def read_adapter(folder: Path) -> Adapter:
     """Read an adapter folder without a model; a damaged one is a ValueError."""
     path = folder / CONFIG_FILE
     try:
+        require_regular(path)
+        require_regular(folder / WEIGHTS_FILE)
         raw = json.loads(path.read_text(encoding="utf-8"))
         if raw["peft_type"] != "LORA":
             raise ValueError(f"peft_type is {raw['peft_type']!r}, only LORA is known")

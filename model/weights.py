@@ -214,8 +214,15 @@ def load_weights_into(model: GPT, folder: Path) -> None:
         raise ValueError(f"{folder}: damaged safetensors file ({error}); copy or save it again") from None
 
 
+def require_regular(path: Path) -> None:
+    """Raise OSError for a pipe or a device: reading one may wait for ever."""
+    if path.exists() and not path.is_file():
+        raise OSError("not a regular file")
+
+
 def _read_json(path: Path) -> dict:
     try:
+        require_regular(path)
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         reason = error.strerror or error

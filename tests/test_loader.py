@@ -220,3 +220,18 @@ def test_evaluation_sees_every_sample_once_on_any_number_of_ranks(ranks, length)
 def test_an_empty_data_set_is_refused():
     with pytest.raises(ValueError, match="no sample"):
         loader(Numbers(0))
+
+
+def test_a_global_batch_that_does_not_divide_is_shared_within_one_sequence() -> None:
+    whole = loader(Numbers(50), batch=16, accumulation=1)
+    for ranks in (3, 5, 7):
+        shares = []
+        for rank in range(ranks):
+            part = loader(Numbers(50), rank=rank, ranks=ranks, batch=3, accumulation=1)
+            part.global_batch = 16
+            batch = part.step_batch(4)
+            assert max(map(len, indices_of(batch))) <= 3
+            shares.append([index for micro_batch in indices_of(batch) for index in micro_batch])
+            assert batch.first_sequences[0] == 4 * 16 + sum(map(len, shares[:-1]))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert [index for share in shares for index in share] == indices_of(whole.step_batch(4))[0]

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import time
@@ -16,6 +17,8 @@ TORCHRUN_GRACE_SECONDS = 30.0
 FIRST_STEPS = 3
 SLOWER = 10.0
 SHORTEST_LIMIT_SECONDS = 60.0
+# A file system of a network may stall for minutes, and to end a rank for that would cost more than to wait.
+PATIENT = 5.0
 
 
 class StopFlag:
@@ -89,12 +92,13 @@ class Watchdog:
     """
 
     def __init__(self, startup_seconds: float, step_seconds: float | None) -> None:
-        """startup_seconds: for what is not a step, and for the first steps.
+        """startup_seconds: for the first steps, the first save and the first validation.
 
         step_seconds: limit of a step; None: SLOWER times the slowest step so far, at least SHORTEST_LIMIT_SECONDS.
         """
         self.startup_seconds, self.step_seconds = startup_seconds, step_seconds
-        self._slowest, self._steps, self._began = 0.0, 0, time.monotonic()
+        self._slowest = self._slowest_pause = 0.0
+        self._steps, self._began = 0, time.monotonic()
 
     @property
     def limit(self) -> float:
@@ -119,9 +123,11 @@ class Watchdog:
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
-        """Give what is not a step, a save or a validation, the time of a start."""
-        self._arm(self.startup_seconds)
+        """Give what is not a step, a save or a validation, more time; the first one as much as a start."""
+        longest = max(PATIENT * self.limit, SLOWER * self._slowest_pause) if self._slowest_pause else math.inf
+        self._arm(min(self.startup_seconds, longest))
         yield
+        self._slowest_pause = max(self._slowest_pause, time.monotonic() - self._began)
         self._arm(self.limit)
 
     def stop(self) -> None:

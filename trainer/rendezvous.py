@@ -48,7 +48,8 @@ def _gather(table: dist.Store, world_size: int, deadline: float) -> str:
             table.set(f"{name} begins", "yes")
             return name
         if time.monotonic() > deadline:
-            absent = [rank for rank in others if not there[rank] or not (name and _read(table, f"{name} {rank}"))]
+            absent = [rank for rank in others if not there[rank]]
+            absent = absent or [rank for rank in others if not _read(table, f"{name} {rank}")]
             raise TimeoutError(f"ranks {absent} of {world_size} did not come; is every node started, and reachable?")
         time.sleep(POLL_SECONDS)
 
