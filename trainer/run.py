@@ -64,7 +64,6 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
     die_with_parent()
     rank = os.environ.get("RANK", "0")
     errors = get_error_handler()  # torchrun shows what it records as the cause of a failed job
-    errors.initialize()
     logging.basicConfig(
         level=logging.INFO if rank == "0" else logging.WARNING,
         format="%(asctime)s %(message)s" if rank == "0" else f"%(asctime)s rank {rank}: %(message)s",
@@ -135,6 +134,7 @@ class Run:
         self._whole_passes: dict[str, int] = {}
         self._spike: guard.Spike | None = None  # noticed, and not answered yet
         self._save_again_at: int | None = None
+        self._skipped = 0  # updates
         self._skips = ""  # what the end of the run has to say about them
         self._batches: Generator[StepBatch, None, None] | None = None
         self.ranks: Ranks = find_ranks(args.device)
@@ -355,6 +355,8 @@ class Run:
             log.info("loss before step 1: %.4f (guessing: %.4f)", loss, math.log(vocab_size))
             if warning := advice.no_better_than_guessing(loss, vocab_size):
                 log.warning("%s", warning)
+        if not math.isfinite(loss):
+            raise ValueError(f"the given weights have a loss of {loss}; they are damaged, give others: --from_weight")
 
     def continues(self, state: TrainState) -> bool:
         """Whether steps remain and no rank was told to stop."""
@@ -470,6 +472,7 @@ class Run:
             return state, values
         if unfinite:
             state = dataclasses.replace(state, skipped_updates=state.skipped_updates + 1)
+            self._skipped = state.skipped_updates
             self._skips = f"; {state.skipped_updates} updates were skipped, their loss or gradient was not finite"
             ids = self.loader.sample_ids(data_step(pending.step - 1, state.skipped))
             self.monitor.event("skipped_update", step=pending.step, sample_ids=ids)
@@ -534,6 +537,8 @@ class Run:
         if self._unsaved:
             newest = f"the newest checkpoint is that of step {self.snapshots.last_step}"
             return 1, f"step {self._step} could not be saved; {newest}"
+        if self._step and self._skipped == self._step:
+            return HOPELESS, f"nothing was learnt{self._skips}"
         if self._stopping and self._step < self.plan.total_steps:
             signal = self.stop.received or "a signal to another rank"
             return STOPPED, f"stopped by {signal} after step {self._step}{self._skips}"
