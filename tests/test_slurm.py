@@ -1,0 +1,211 @@
+"""The batch scripts on a real Slurm: controller and two nodes on this machine, stopped, preempted, killed and failing."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, TINY, curve, final_bytes, free_port, write_texts
+from tests.test_survival import until
+
+# Names that resolve: the batch script gives the first one to torch as the address to meet at.
+NODES = ("127.0.0.1", "127.0.0.2")
+STEPS = 180
+
+# No cgroups, no accounting, CPUs and GPUs that are not there, and 5 s instead of 120 between requeue and restart.
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+MailProg=/bin/true
+SelectType=select/cons_tres
+SchedulerParameters=sched_interval=1,bf_interval=1
+SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+GresTypes=gpu
+NodeName=127.0.0.[1-2] NodeHostname={host} Port=[{ports[1]}-{ports[2]}] CPUs=8 RealMemory=8000 Gres=gpu:2
+PartitionName=usual Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL PriorityTier=2
+"""
+GPUS = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
+
+
+class Cluster:
+    """A private Slurm in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        port = free_port()
+        ports = (port, port + 1, port + 2)
+        (folder / "slurm.conf").write_text(
+            CONFIGURATION.format(folder=folder, host=socket.gethostname().split(".")[0], ports=ports)
+        )
+        (folder / "gres.conf").write_text(GPUS)
+        (folder / "munge.key").write_bytes(os.urandom(1024))
+        (folder / "munge.key").chmod(0o600)
+        for name in ("state", *(f"spool-{node}" for node in NODES)):
+            (folder / name).mkdir()
+        files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        munge = [f"--{option}={folder}/munge.{name}" for option, name in files.items()]
+        self.daemons = [self.daemon("munged", "--foreground", "--force", *munge)]
+        until((folder / "munge.socket").exists, 20, "munged")
+        self.daemons += [self.daemon("slurmctld", "-D"), *(self.daemon("slurmd", "-D", "-N", node) for node in NODES)]
+        until(lambda: self.ask("sinfo", "--noheader", "--format=%T").split() == ["idle"], 60, "the nodes")
+
+    def daemon(self, *command: str) -> subprocess.Popen:
+        with open(self.folder / "daemons.log", "ab") as log:
+            return subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=log, stderr=log)
+
+    def ask(self, *command: object) -> str:
+        """What a command of Slurm's prints; empty where it fails."""
+        words = [str(word) for word in command]
+        return subprocess.run(words, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+
+    def processes(self) -> list[int]:
+        """Everything that belongs to this Slurm: its configuration's name is in the environment of each."""
+        mark, found = f"SLURM_CONF={self.folder}/slurm.conf".encode(), []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mark in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+            except OSError:
+                continue
+        return found
+
+    def close(self) -> None:
+        """End all jobs, then the daemons; nothing may be left."""
+        self.ask("scancel", "--user=root")
+        try:
+            until(lambda: not self.ask("squeue", "--noheader"), 60, "the jobs to end")
+            for daemon in reversed(self.daemons):
+                daemon.terminate()
+                daemon.wait(timeout=30)
+            until(lambda: not self.processes(), 10, "the last processes to end")
+        finally:
+            for pid in self.processes():
+                os.kill(pid, signal.SIGKILL)
+
+
+class Job:
+    """A batch script of ours, submitted."""
+
+    def __init__(self, cluster: Cluster, script: str, name: str, *options: object, **environment: object) -> None:
+        self.cluster, self.run_dir, self.log = cluster, cluster.folder / name, cluster.folder / f"{name}.log"
+        data = ["--data_path", cluster.folder / "texts.jsonl", "--cache_dir", cluster.folder / "cache"]
+        data += ["--checkpoint_interval", 10, "--max_steps", STEPS, "--dropout", 0.1]
+        asked = ["--gpus-per-node=1", "--cpus-per-task=1", f"--output={self.log}", f"scripts/slurm/{script}.sbatch"]
+        before = dict(cluster.environment)
+        cluster.environment |= {"OUT_DIR": str(self.run_dir), "PYTHON": sys.executable}
+        cluster.environment |= {key: str(value) for key, value in environment.items()}
+        self.id = cluster.ask("sbatch", "--parsable", *asked, *TINY, *data, *options).strip()
+        cluster.environment = before
+        assert self.id.isdecimal(), "sbatch refused the job"
+
+    def field(self, name: str) -> str:
+        """A field of what Slurm knows about the job."""
+        return re.search(rf"\b{name}=(\S+)", self.cluster.ask("scontrol", "show", "job", self.id))[1]
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Poll until the condition holds; where it never does, show the job's log."""
+        try:
+            until(condition, 120, what)
+        except AssertionError as late:
+            raise AssertionError(f"{late}; job {self.id} is {self.field('JobState')}\n{self.text()}") from None
+
+    def wait(self) -> tuple[str, str]:
+        """State and exit code at the end."""
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+        self.until(lambda: self.field("JobState") in ended, "the end")
+        return self.field("JobState"), self.field("ExitCode")
+
+    def lines(self) -> int:
+        path = self.run_dir / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def processes(self, part: str) -> list[int]:
+        """Those with these words in their command line and this run's folder."""
+        found = []
+        for pid in self.cluster.processes():
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if command.startswith(f"{sys.executable} {part}") and str(self.run_dir) in command:
+                found.append(pid)
+        return found
+
+    def disturb(self, how: str) -> None:
+        """Make Slurm end the run, or break it."""
+        ask = self.cluster.ask
+        if how in ("USR1", "TERM"):
+            # What --signal=B:USR1@120 and a preemption send, to the batch script alone.
+            ask("scancel", "--batch", f"--signal={how}", self.id)
+        elif how == "time limit":
+            ask("scontrol", "update", f"JobId={self.id}", "TimeLimit=2")
+        elif how == "preemption":
+            ask("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+        elif how == "node failure":
+            ask("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")
+        else:
+            for pid in self.processes(how):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    missing = [name for name in ("munged", "slurmctld", "slurmd") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed; on Debian and Ubuntu: apt-get install slurm-wlm munge")
+    if os.geteuid() != 0:
+        pytest.skip("needs root: slurmd starts jobs in the name of users")
+    folder = tmp_path_factory.mktemp("slurm")
+    write_texts(folder / "texts.jsonl", 64)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    made = Cluster(folder)
+    yield made
+    made.close()
+
+
+DISTURBANCES = ["USR1", "node failure", "preemption", "-m scripts.launch", "TERM", "time limit", "USR1", "preemption"]
+DISTURBANCES += ["USR1", "USR1"]
+
+
+@pytest.mark.integration
+def test_ten_requeues_end_with_the_curve_and_weights_of_the_undisturbed_run(cluster: Cluster) -> None:
+    disturbed = Job(cluster, "multi_node", "disturbed")
+    straight = Job(cluster, "multi_node", "straight")
+    for count, how in enumerate(DISTURBANCES, 1):
+        if how == "preemption":
+            assert straight.wait() == ("COMPLETED", "0:0"), straight.text()
+        disturbed.until(lambda steps=count * 16: disturbed.lines() >= steps, f"step {count * 16}")
+        begun = time.monotonic()
+        disturbed.disturb(how)
+        disturbed.until(lambda times=str(count): disturbed.field("Restarts") == times, f"the requeue after {how}")
+        cluster.ask("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
+        print(f"{count}. {how}: requeued after {time.monotonic() - begun:.1f} s")
+    assert disturbed.wait() == ("COMPLETED", "0:0"), disturbed.text()
+    assert [point[0] for point in curve(straight.run_dir)] == list(range(1, STEPS + 1))
+    assert curve(disturbed.run_dir) == curve(straight.run_dir)
+    assert final_bytes(disturbed.run_dir) == final_bytes(straight.run_dir)
