@@ -1,5 +1,6 @@
-"""The batch scripts on a real Slurm: controller and two nodes on this machine, stopped, preempted, killed and failing."""
+"""The batch scripts on a real Slurm, a controller and two nodes: what is stopped, preempted or killed comes back."""
 
+import json
 import os
 import re
 import shutil
@@ -8,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,9 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 MailProg=/bin/true
+KillWait=10
 SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=1,bf_interval=1
 SlurmdParameters=config_overrides
 PreemptType=preempt/partition_prio
@@ -108,11 +111,20 @@ class Cluster:
 class Job:
     """A batch script of ours, submitted."""
 
-    def __init__(self, cluster: Cluster, script: str, name: str, *options: object, **environment: object) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        script: str,
+        name: str,
+        *options: object,
+        sbatch: Sequence[str] = (),
+        **environment: object,
+    ) -> None:
         self.cluster, self.run_dir, self.log = cluster, cluster.folder / name, cluster.folder / f"{name}.log"
         data = ["--data_path", cluster.folder / "texts.jsonl", "--cache_dir", cluster.folder / "cache"]
         data += ["--checkpoint_interval", 10, "--max_steps", STEPS, "--dropout", 0.1]
-        asked = ["--gpus-per-node=1", "--cpus-per-task=1", f"--output={self.log}", f"scripts/slurm/{script}.sbatch"]
+        asked = ["--gpus-per-node=1", "--cpus-per-task=1", f"--output={self.log}", *sbatch]
+        asked += [f"scripts/slurm/{script}.sbatch"]
         before = dict(cluster.environment)
         cluster.environment |= {"OUT_DIR": str(self.run_dir), "PYTHON": sys.executable}
         cluster.environment |= {key: str(value) for key, value in environment.items()}
@@ -162,8 +174,6 @@ class Job:
         if how in ("USR1", "TERM"):
             # What --signal=B:USR1@120 and a preemption send, to the batch script alone.
             ask("scancel", "--batch", f"--signal={how}", self.id)
-        elif how == "time limit":
-            ask("scontrol", "update", f"JobId={self.id}", "TimeLimit=2")
         elif how == "preemption":
             ask("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
         elif how == "node failure":
@@ -188,8 +198,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made.close()
 
 
-DISTURBANCES = ["USR1", "node failure", "preemption", "-m scripts.launch", "TERM", "time limit", "USR1", "preemption"]
-DISTURBANCES += ["USR1", "USR1"]
+DISTURBANCES = ["USR1", "node failure", "preemption", "-m scripts.launch", "TERM", "USR1", "preemption", "USR1"]
+DISTURBANCES += ["-m scripts.launch", "USR1"]
 
 
 @pytest.mark.integration
@@ -198,14 +208,60 @@ def test_ten_requeues_end_with_the_curve_and_weights_of_the_undisturbed_run(clus
     straight = Job(cluster, "multi_node", "straight")
     for count, how in enumerate(DISTURBANCES, 1):
         if how == "preemption":
+            # It takes whole nodes, and would take them from both.
             assert straight.wait() == ("COMPLETED", "0:0"), straight.text()
         disturbed.until(lambda steps=count * 16: disturbed.lines() >= steps, f"step {count * 16}")
         begun = time.monotonic()
         disturbed.disturb(how)
         disturbed.until(lambda times=str(count): disturbed.field("Restarts") == times, f"the requeue after {how}")
-        cluster.ask("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
         print(f"{count}. {how}: requeued after {time.monotonic() - begun:.1f} s")
+        cluster.ask("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
     assert disturbed.wait() == ("COMPLETED", "0:0"), disturbed.text()
     assert [point[0] for point in curve(straight.run_dir)] == list(range(1, STEPS + 1))
     assert curve(disturbed.run_dir) == curve(straight.run_dir)
     assert final_bytes(disturbed.run_dir) == final_bytes(straight.run_dir)
+
+
+@pytest.mark.integration
+def test_a_killed_rank_is_started_again_inside_the_job_on_both_nodes(cluster: Cluster) -> None:
+    job = Job(cluster, "multi_node", "killed")
+    job.until(lambda: job.lines() >= 25, "step 25")
+    os.kill(job.processes("-u train_pretrain.py")[0], signal.SIGKILL)
+    assert job.wait() == ("COMPLETED", "0:0"), job.text()
+    assert job.field("Restarts") == "0"
+    assert [point[0] for point in curve(job.run_dir)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.integration
+def test_near_its_time_limit_a_job_is_saved_and_comes_back_and_a_cancelled_one_is_saved_and_does_not(
+    cluster: Cluster,
+) -> None:
+    # 120 s before the end of two minutes is at once; Slurm looks every 30 s.
+    job = Job(cluster, "single_node", "long", "--max_steps", 100_000, sbatch=["--time=2"])
+    job.until(lambda: job.field("Restarts") == "1", "the requeue")
+    assert exit_code(job) == 75
+    stopped_at = job.lines()
+    job.until(lambda: job.lines() > stopped_at, "the next step")
+    cluster.ask("scancel", job.id)
+    assert job.wait()[0] == "CANCELLED", job.text()
+    job.until(lambda: "exit code 75" in job.text().rsplit("going on after", 1)[1], "the save")
+    assert exit_code(job) == 75
+    assert job.field("Restarts") == "1"
+
+
+def exit_code(job: Job) -> int:
+    return json.loads((job.run_dir / "exit.json").read_text())["code"]
+
+
+@pytest.mark.integration
+def test_what_trying_again_cannot_help_is_not_requeued(cluster: Cluster) -> None:
+    job = Job(cluster, "multi_node", "hopeless", "--data_path", cluster.folder / "nothing.jsonl")
+    assert job.wait() == ("FAILED", "78:0"), job.text()
+    assert job.field("Restarts") == "0"
+
+
+@pytest.mark.integration
+def test_failures_are_requeued_as_often_as_the_batch_script_says(cluster: Cluster) -> None:
+    job = Job(cluster, "single_node", "failing", PYTHON="/bin/false", MAX_RESTARTS=1)
+    assert job.wait() == ("FAILED", "1:0"), job.text()
+    assert job.field("Restarts") == "1"
