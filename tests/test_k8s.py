@@ -106,7 +106,7 @@ def test_the_command_is_what_launcher_and_script_accept(name: str) -> None:
     (container,) = pod_of(name)["containers"]
     job = manifest(name)["Job"]["spec"]
     assert int(launcher.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert int(launcher.nnodes) == job["completions"] == job["parallelism"]
+    assert int(launcher.nnodes.split(":")[-1]) == job["completions"] == job["parallelism"]
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod_of(name)["volumes"]}
     # What the run writes has to be on the volume that outlives the pod.
