@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import train_pretrain
 from scripts import launch
 from tests.conftest import ROOT
 from trainer.options import parse_options
@@ -66,6 +67,8 @@ NOT_RUN = {
     "python -m scripts.benchmark_train ...": "minutes, and its numbers are the machine's",
     "python -m scripts.benchmark_data ...": "minutes, and its numbers are the machine's",
     "python -m scripts.train_tokenizer ...": "tests/test_tokenizer.py trains one",
+    "sbatch ...": "needs a cluster; tests/test_slurm.py makes one",
+    "kubectl apply -f scripts/k8s/multi_node.yaml": "needs a cluster; tests/test_k8s.py runs the pods' commands",
 }
 
 
@@ -110,6 +113,12 @@ def check(command: str) -> None:
             launch.parse(words[1 if words[0] == "torchrun" else 3 :], [])
         if words[at + 1 :] != ["--help"]:
             parse_options(importlib.import_module(words[at][:-3]).options(), words[at + 1 :])
+    elif words[0] == "sbatch":
+        at = next(index for index, word in enumerate(words) if word.endswith(".sbatch"))
+        assert (ROOT / words[at]).is_file(), command
+        parse_options(train_pretrain.options(), words[at + 1 :])
+    elif words[:3] == ["kubectl", "apply", "-f"]:
+        assert (ROOT / words[3]).is_file(), command
     elif words[:2] == ["python", "-m"]:
         answer = subprocess.run([sys.executable, "-m", words[2], "--help"], cwd=ROOT, capture_output=True, text=True)
         assert answer.returncode == 0, command
