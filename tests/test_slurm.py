@@ -56,7 +56,8 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        self.daemons: list[subprocess.Popen] = []
         port = free_port()
         ports = (port, port + 1, port + 2)
         (folder / "slurm.conf").write_text(
@@ -67,16 +68,21 @@ class Cluster:
         (folder / "munge.key").chmod(0o600)
         for name in ("state", *(f"spool-{node}" for node in NODES)):
             (folder / name).mkdir()
+
+    def start(self) -> None:
+        """munge, the controller and the nodes, until they can be used."""
         files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-        munge = [f"--{option}={folder}/munge.{name}" for option, name in files.items()]
-        self.daemons = [self.daemon("munged", "--foreground", "--force", *munge)]
-        until((folder / "munge.socket").exists, 20, "munged")
-        self.daemons += [self.daemon("slurmctld", "-D"), *(self.daemon("slurmd", "-D", "-N", node) for node in NODES)]
+        munge = [f"--{option}={self.folder}/munge.{name}" for option, name in files.items()]
+        self.daemon("munged", "--foreground", "--force", *munge)
+        until((self.folder / "munge.socket").exists, 20, "munged")
+        self.daemon("slurmctld", "-D")
+        for node in NODES:
+            self.daemon("slurmd", "-D", "-N", node)
         until(lambda: self.ask("sinfo", "--noheader", "--format=%T").split() == ["idle"], 60, "the nodes")
 
-    def daemon(self, *command: str) -> subprocess.Popen:
+    def daemon(self, *command: str) -> None:
         with open(self.folder / "daemons.log", "ab") as log:
-            return subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=log, stderr=log)
+            self.daemons += [subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=log, stderr=log)]
 
     def ask(self, *command: object) -> str:
         """What a command of Slurm's prints; empty where it fails."""
@@ -179,7 +185,8 @@ class Job:
         elif how == "node failure":
             ask("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")
         else:
-            for pid in self.processes(how):
+            assert how == "killed launchers"
+            for pid in self.processes("-m scripts.launch"):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -192,14 +199,27 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         pytest.skip("needs root: slurmd starts jobs in the name of users")
     folder = tmp_path_factory.mktemp("slurm")
     write_texts(folder / "texts.jsonl", 64)
-    os.environ["OMP_NUM_THREADS"] = "1"
     made = Cluster(folder)
-    yield made
-    made.close()
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
 
 
-DISTURBANCES = ["USR1", "node failure", "preemption", "-m scripts.launch", "TERM", "USR1", "preemption", "USR1"]
-DISTURBANCES += ["-m scripts.launch", "USR1"]
+DISTURBANCES = ["USR1", "node failure", "preemption", "killed launchers", "TERM", "USR1", "preemption", "USR1"]
+DISTURBANCES += ["killed launchers", "USR1"]
+
+
+def directives(script: str) -> list[str]:
+    lines = (ROOT / f"scripts/slurm/{script}.sbatch").read_text(encoding="utf-8").splitlines()
+    return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
+
+
+def test_one_node_and_several_ask_slurm_for_the_same_with_time_for_twice_a_long_step_and_save() -> None:
+    single, multi = directives("single_node"), directives("multi_node")
+    assert [line for line in single if "--nodes" not in line] == [line for line in multi if "--nodes" not in line]
+    assert {"--requeue", "--open-mode=append", f"--signal=B:USR1@{2 * (20 + 40)}"} <= set(single)
 
 
 @pytest.mark.integration
