@@ -146,6 +146,22 @@ def test_the_cuda_build_needs_its_space_and_is_announced_where_no_gpu_is(clone: 
     assert ("CPU build" in result.stdout) == (shutil.which("nvidia-smi") is None)
 
 
+def test_all_installs_what_the_system_lacks_and_goes_on_where_it_cannot(clone: Path) -> None:
+    pip_stub(clone, "torch-2.13.0")
+    for name in ("bash", "cat", "cmp", "cp", "dirname", "basename", "df", "awk", "grep", "sort", "tr"):
+        (clone / "bin").mkdir(exist_ok=True)
+        (clone / "bin" / name).symlink_to(shutil.which(name))
+    stub(clone / "bin/id", "echo 0")
+    stub(clone / "bin/apt-get", f'echo "$@" >> "{clone}/apt"; [ "$1" = update ]')
+    core = run(clone / "scripts/test.sh", PATH=clone / "bin")
+    assert core.returncode == 0, core.stderr
+    assert not (clone / "apt").exists()
+    every = run(clone / "scripts/test.sh", "--all", PATH=clone / "bin")
+    assert every.returncode == 0, every.stderr
+    assert "the tests that need these will be skipped" in every.stdout
+    assert (clone / "apt").read_text().splitlines()[1].endswith("iproute2 munge slurm-wlm strace")
+
+
 @pytest.fixture
 def whole_clone(tmp_path: Path) -> Path:
     """A copy of the tree that uses the environment the tests run in, so that nothing is downloaded."""

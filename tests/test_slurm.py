@@ -84,10 +84,11 @@ class Cluster:
         with open(self.folder / "daemons.log", "ab") as log:
             self.daemons += [subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=log, stderr=log)]
 
-    def ask(self, *command: object) -> str:
+    def ask(self, *command: object, **variables: object) -> str:
         """What a command of Slurm's prints; empty where it fails."""
         words = [str(word) for word in command]
-        return subprocess.run(words, env=self.environment, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+        environment = self.environment | {name: str(value) for name, value in variables.items()}
+        return subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
 
     def processes(self) -> list[int]:
         """Everything that belongs to this Slurm: its configuration's name is in the environment of each."""
@@ -124,35 +125,35 @@ class Job:
         name: str,
         *options: object,
         sbatch: Sequence[str] = (),
-        **environment: object,
+        **variables: object,
     ) -> None:
         self.cluster, self.run_dir, self.log = cluster, cluster.folder / name, cluster.folder / f"{name}.log"
         data = ["--data_path", cluster.folder / "texts.jsonl", "--cache_dir", cluster.folder / "cache"]
         data += ["--checkpoint_interval", 10, "--max_steps", STEPS, "--dropout", 0.1]
         asked = ["--gpus-per-node=1", "--cpus-per-task=1", f"--output={self.log}", *sbatch]
         asked += [f"scripts/slurm/{script}.sbatch"]
-        before = dict(cluster.environment)
-        cluster.environment |= {"OUT_DIR": str(self.run_dir), "PYTHON": sys.executable}
-        cluster.environment |= {key: str(value) for key, value in environment.items()}
-        self.id = cluster.ask("sbatch", "--parsable", *asked, *TINY, *data, *options).strip()
-        cluster.environment = before
+        variables = {"OUT_DIR": self.run_dir, "PYTHON": sys.executable, **variables}
+        self.id = cluster.ask("sbatch", "--parsable", *asked, *TINY, *data, *options, **variables).strip()
         assert self.id.isdecimal(), "sbatch refused the job"
 
     def field(self, name: str) -> str:
         """A field of what Slurm knows about the job."""
         return re.search(rf"\b{name}=(\S+)", self.cluster.ask("scontrol", "show", "job", self.id))[1]
 
+    def ended(self) -> bool:
+        return self.field("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Poll until the condition holds; where it never does, show the job's log."""
+        """Poll until the condition holds; where the job ends before or it takes too long, show the job's log."""
         try:
-            until(condition, 120, what)
+            until(lambda: condition() or self.ended(), 120, what)
+            assert condition(), f"the job ended before {what}"
         except AssertionError as late:
             raise AssertionError(f"{late}; job {self.id} is {self.field('JobState')}\n{self.text()}") from None
 
     def wait(self) -> tuple[str, str]:
         """State and exit code at the end."""
-        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
-        self.until(lambda: self.field("JobState") in ended, "the end")
+        self.until(self.ended, "the end")
         return self.field("JobState"), self.field("ExitCode")
 
     def lines(self) -> int:
@@ -264,7 +265,7 @@ def test_near_its_time_limit_a_job_is_saved_and_comes_back_and_a_cancelled_one_i
     job.until(lambda: job.lines() > stopped_at, "the next step")
     cluster.ask("scancel", job.id)
     assert job.wait()[0] == "CANCELLED", job.text()
-    job.until(lambda: "exit code 75" in job.text().rsplit("going on after", 1)[1], "the save")
+    until(lambda: "exit code 75" in job.text().rsplit("going on after", 1)[1], 30, f"the save\n{job.text()}")
     assert exit_code(job) == 75
     assert job.field("Restarts") == "1"
 
