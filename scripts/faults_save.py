@@ -1,0 +1,252 @@
+"""A crash at every system call of a save, one after the other, with strace."""
+
+import multiprocessing
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from ctypes import c_int
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from scripts.faults import EQUAL, OPTIONS, ROOT, Bench, Broken, Case, Fault, Job, wait_for
+
+# One process trains from the checkpoint of BASE to END; the save of SAVE is what the faults hit.
+BASE, SAVE, END = 5, 10, 15
+STRIDE = 50  # this many seeds in a row cover every system call
+STEP_K = "recovery gives step k or k + interval, never an error"
+WAITING, GO, SAVED, ON = 1, 2, 3, 4
+
+
+@dataclass(frozen=True)
+class Point:
+    """The n-th call of one name, in the thread that saves or in those that hash for it."""
+
+    thread: str  # "main" or "pool"
+    call: str
+    n: int
+    line: str  # what strace showed of it
+
+
+class Gate:
+    """Where a training process waits, at the save, for strace to get hold of one of its threads.
+
+    Shared memory and sleeping only: no call that is counted.
+    """
+
+    def __init__(self, thread: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.thread, self.state, self.tid = thread, context.RawValue(c_int, 0), context.RawValue(c_int, 0)
+
+    def stop_here(self) -> None:
+        """In the training process: say which thread this is, and wait for GO."""
+        self.tid.value = threading.get_native_id()
+        self.state.value = WAITING
+        self._sleep_until(GO)
+
+    def leave(self) -> None:
+        """In the training process: the save is over; wait for ON."""
+        if self.state.value == GO:
+            self.state.value = SAVED
+            self._sleep_until(ON)
+
+    def _sleep_until(self, state: int) -> None:
+        pause = threading.Event()
+        while self.state.value != state:
+            pause.wait(0.005)
+
+
+def train(options: Sequence[str], log: Path, gate: Gate | None) -> None:
+    """Run train_pretrain.py in this process, which is a fresh fork of one that has imported everything."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    if gate is not None:
+        _put_gate(gate)
+    sys.argv = ["train_pretrain.py", *options]
+    runpy.run_path(str(ROOT / "train_pretrain.py"), run_name="__main__")
+
+
+def _put_gate(gate: Gate) -> None:
+    """Make the save of step SAVE stop at the gate: in the thread that saves, or in the one that hashes."""
+    from trainer import checkpoint, snapshots
+
+    save, pool = snapshots.Snapshots.save, checkpoint.ThreadPoolExecutor
+
+    def gated(self, backend, state, *rest, **named):
+        if state.step != SAVE or gate.state.value:
+            return save(self, backend, state, *rest, **named)
+        if gate.thread == "main":
+            gate.stop_here()
+        else:
+            # One thread instead of four, so that its n-th call is always the same.
+            checkpoint.ThreadPoolExecutor = lambda *_, **__: pool(1, initializer=gate.stop_here)
+        try:
+            return save(self, backend, state, *rest, **named)
+        finally:
+            checkpoint.ThreadPoolExecutor = pool
+            gate.leave()
+
+    snapshots.Snapshots.save = gated
+
+
+class Rehearsal:
+    """Training processes that take a second instead of six, because they are forked with everything imported."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.folder = bench.path("rehearsal")
+        self.folder.mkdir()
+        self.options = [*OPTIONS, "--num_workers", 0, "--keep_checkpoints", 1, "--max_steps", END]
+        self.options += ["--eval_interval", 0, "--data_path", bench.texts, "--cache_dir", bench.cache]
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["trainer.run", "dataset.text", "dataset.mixture", "model.weights"])
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self.straight = self.job("straight")
+        if (code := self.finish(self.straight)) != 0:
+            raise Broken(f"the undisturbed run ended with {code}: {self.straight.last_words()}")
+        self.base = self.job("base")
+        process, _ = self.to_gate(self.base, "main")
+        process.kill()
+        process.join()
+        self.points = [*self._points("main"), *self._points("pool")]
+
+    def job(self, name: str) -> Job:
+        """A run folder; `start` is not used, the commands go through `finish` and `to_gate`."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        return Job(self.folder / name, [*self.options, "--out_dir", self.folder / name], {})
+
+    def copy(self, name: str) -> Job:
+        """A run that has the checkpoint of BASE and nothing else."""
+        job = self.job(name)
+        shutil.copytree(self.base.run_dir, job.run_dir)
+        return job
+
+    def finish(self, job: Job, seconds: float = 60) -> int:
+        """Train to the end; the exit code."""
+        process = self._process(job, None)
+        process.join(seconds)
+        if process.exitcode is None:
+            process.kill()
+            raise Broken(f"the run did not end within {seconds:g} s: {job.last_words()}")
+        return process.exitcode
+
+    def to_gate(self, job: Job, thread: str) -> tuple[multiprocessing.Process, Gate]:
+        """Train up to the save; the process that waits there, and its gate."""
+        gate = Gate(thread)
+        process = self._process(job, gate)
+        wait_for(lambda: gate.state.value == WAITING or not process.is_alive(), 60, "a run to come to its save")
+        if not process.is_alive():
+            raise Broken(f"the run ended with {process.exitcode} before its save: {job.last_words()}")
+        return process, gate
+
+    def inject(self, job: Job, point: Point, what: str) -> int:
+        """Let `what` ("signal=KILL", "error=ENOSPC") befall the run at a point of its save; its exit code."""
+        process, gate = self.to_gate(job, point.thread)
+        fault = f"inject={point.call}:{what}:when={point.n}"
+        tracer = attach(gate, ["-e", f"trace={point.call}", "-e", fault])
+        gate.state.value = GO
+        wait_for(lambda: gate.state.value == SAVED or not process.is_alive(), 60, "the save to end")
+        detach(tracer)
+        gate.state.value = ON
+        process.join(60)
+        if process.exitcode is None:
+            process.kill()
+            raise Broken(f"the run did not end after {what} at {point.line}: {job.last_words()}")
+        return process.exitcode
+
+    def _process(self, job: Job, gate: Gate | None) -> multiprocessing.Process:
+        process = self.context.Process(target=train, args=(job.command, job.log, gate), daemon=True)
+        process.start()
+        return process
+
+    def _points(self, thread: str) -> list[Point]:
+        """Every call of an undisturbed save, as strace shows it."""
+        with TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace"
+            process, gate = self.to_gate(self.copy("reference"), thread)
+            tracer = attach(gate, ["-y", "-e", "trace=%file,%desc", "-o", str(trace)])
+            gate.state.value = GO
+            wait_for(lambda: gate.state.value == SAVED, 60, "the save to end")
+            detach(tracer)
+            gate.state.value = ON
+            process.join(60)
+            return parse_trace(trace.read_text(errors="replace"), thread)
+
+
+def attach(gate: Gate, arguments: Sequence[str]) -> subprocess.Popen:
+    """Trace the thread that waits at the gate."""
+    command = ["strace", "-p", str(gate.tid.value), *arguments]
+    tracer = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    said = tracer.stderr.readline()
+    if "attached" not in said:
+        tracer.kill()
+        raise Broken(f"strace does not attach: {said.strip()}")
+    # It shows its trace there too, and must not wait for a reader.
+    threading.Thread(target=tracer.stderr.read, daemon=True).start()
+    return tracer
+
+
+def detach(tracer: subprocess.Popen) -> None:
+    """Let the traced thread go."""
+    tracer.terminate()
+    tracer.wait()
+
+
+def parse_trace(text: str, thread: str) -> list[Point]:
+    """The calls of a trace, each with its number among those of its name. Memory and the gate's sleep are left out."""
+    counts: Counter[str] = Counter()
+    points = []
+    for line in text.splitlines():
+        match = re.match(r"(?:\[pid +\d+\] |\d+ +)?(\w+)\(", line)
+        if match and match[1] not in ("mmap", "munmap", "mremap", "restart_syscall"):
+            counts[match[1]] += 1
+            points.append(Point(thread, match[1], counts[match[1]], line))
+    return points
+
+
+def share(points: Sequence[Point], seed: int) -> list[Point]:
+    """The points of one seed: every STRIDE-th."""
+    return list(points[seed % STRIDE :: STRIDE])
+
+
+def rehearsal(bench: Bench) -> Rehearsal:
+    """The bench's rehearsal, made once."""
+    if not hasattr(bench, "rehearsal"):
+        bench.rehearsal = Rehearsal(bench)
+    return bench.rehearsal
+
+
+def save(bench: Bench, seed: int) -> Case:
+    """Crash at this seed's share of all calls of a save, and start the run again after each."""
+    case, stage = Case(seed), rehearsal(bench)
+    for point in share(stage.points, seed):
+        job = stage.copy(f"save-{seed}")
+        if stage.inject(job, point, "signal=KILL") != -9:
+            continue
+        case.strike(f"{point.thread} {point.call} {point.n}")
+        where = f"killed at {point.thread} {point.call} {point.n}, {point.line[:120]}"
+        begins = len(job.events("resumed"))
+        code = stage.finish(job)
+        case.expect(STEP_K, code == 0, f"{where}: ended with {code}, {job.last_words()}")
+        if code == 0:
+            found = [event["step"] for event in job.events("resumed")[begins:]]
+            case.expect(STEP_K, found in ([BASE], [SAVE]), f"{where}: went on from step {found}")
+            case.expect(STEP_K, not job.saving(), f"{where}: {job.saving()} is left")
+            difference = job.difference(stage.straight)
+            case.expect(EQUAL, not difference, f"{where}: {difference}")
+    case.measure("crash points", float(case.struck))
+    return case
+
+
+def no_strace() -> str:
+    """What this machine lacks to inject faults at system calls."""
+    return "" if shutil.which("strace") else "strace is not installed (apt-get install strace)"
+
+
+FAULTS: dict[str, Fault] = {"save": Fault((STEP_K, EQUAL), save, no_strace)}
