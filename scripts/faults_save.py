@@ -1,5 +1,6 @@
 """A crash at every system call of a save, one after the other, with strace."""
 
+import atexit
 import multiprocessing
 import os
 import re
@@ -161,8 +162,10 @@ class Rehearsal:
         return process.exitcode
 
     def _process(self, job: Job, gate: Gate | None) -> multiprocessing.Process:
-        process = self.context.Process(target=train, args=(job.command, job.log, gate), daemon=True)
+        process = self.context.Process(target=train, args=(job.command, job.log, gate))
         process.start()
+        # Not a daemon, which could have no loader workers; so it must not keep a drill that is cut short from ending.
+        atexit.register(process.kill)
         return process
 
     def _points(self, thread: str) -> list[Point]:
