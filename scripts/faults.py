@@ -238,7 +238,7 @@ class Bench:
         """A path of the work folder that nothing of an earlier drill is left at."""
         path = self.folder / name
         shutil.rmtree(path, ignore_errors=True)
-        path.with_name(f"{name}.log").unlink(missing_ok=True)
+        path.with_name(f"{path.name}.log").unlink(missing_ok=True)
         return path
 
     def job(

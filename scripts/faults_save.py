@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,6 @@ from collections.abc import Sequence
 from ctypes import c_int
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from scripts.faults import EQUAL, OPTIONS, ROOT, Bench, Broken, Case, Fault, Job, wait_for
 
@@ -146,11 +146,11 @@ class Rehearsal:
             raise Broken(f"the run ended with {process.exitcode} before its save: {job.last_words()}")
         return process, gate
 
-    def inject(self, job: Job, point: Point, what: str) -> int:
-        """Let `what` ("signal=KILL", "error=ENOSPC") befall the run at a point of its save; its exit code."""
+    def inject(self, job: Job, point: Point, what: str) -> tuple[int, bool]:
+        """Let `what` ("signal=KILL", "error=ENOSPC") befall a run at a point of its save; exit code, and if it did."""
         process, gate = self.to_gate(job, point.thread)
-        fault = f"inject={point.call}:{what}:when={point.n}"
-        tracer = attach(gate, ["-e", f"trace={point.call}", "-e", fault])
+        fault, trace = f"inject={point.call}:{what}:when={point.n}", self.folder / "trace"
+        tracer = attach(gate, ["-e", f"trace={point.call}", "-e", fault, "-o", str(trace)])
         gate.state.value = GO
         wait_for(lambda: gate.state.value == SAVED or not process.is_alive(), 60, "the save to end")
         detach(tracer)
@@ -159,7 +159,8 @@ class Rehearsal:
         if process.exitcode is None:
             process.kill()
             raise Broken(f"the run did not end after {what} at {point.line}: {job.last_words()}")
-        return process.exitcode
+        text = trace.read_text(errors="replace")
+        return process.exitcode, "(INJECTED)" in text or "killed by SIGKILL" in text
 
     def _process(self, job: Job, gate: Gate | None) -> multiprocessing.Process:
         process = self.context.Process(target=train, args=(job.command, job.log, gate))
@@ -170,16 +171,16 @@ class Rehearsal:
 
     def _points(self, thread: str) -> list[Point]:
         """Every call of an undisturbed save, as strace shows it."""
-        with TemporaryDirectory() as folder:
-            trace = Path(folder) / "trace"
-            process, gate = self.to_gate(self.copy("reference"), thread)
-            tracer = attach(gate, ["-y", "-e", "trace=%file,%desc", "-o", str(trace)])
-            gate.state.value = GO
-            wait_for(lambda: gate.state.value == SAVED, 60, "the save to end")
-            detach(tracer)
-            gate.state.value = ON
-            process.join(60)
-            return parse_trace(trace.read_text(errors="replace"), thread)
+        job, trace = self.copy("reference"), self.folder / "trace"
+        process, gate = self.to_gate(job, thread)
+        tracer = attach(gate, ["-y", "-e", "trace=%file,%desc", "-o", str(trace)])
+        gate.state.value = GO
+        wait_for(lambda: gate.state.value == SAVED, 60, "the save to end")
+        detach(tracer)
+        gate.state.value = ON
+        process.join(60)
+        # Python may import something on the way; the files of the run are what a crash can harm.
+        return [p for p in parse_trace(trace.read_text(errors="replace"), thread) if f"{job.run_dir}" in p.line]
 
 
 def attach(gate: Gate, arguments: Sequence[str]) -> subprocess.Popen:
@@ -190,7 +191,7 @@ def attach(gate: Gate, arguments: Sequence[str]) -> subprocess.Popen:
     if "attached" not in said:
         tracer.kill()
         raise Broken(f"strace does not attach: {said.strip()}")
-    # It shows its trace there too, and must not wait for a reader.
+    # Should it have more to say, it must not wait for a reader.
     threading.Thread(target=tracer.stderr.read, daemon=True).start()
     return tracer
 
@@ -230,7 +231,8 @@ def save(bench: Bench, seed: int) -> Case:
     case, stage = Case(seed), rehearsal(bench)
     for point in share(stage.points, seed):
         job = stage.copy(f"save-{seed}")
-        if stage.inject(job, point, "signal=KILL") != -9:
+        killed, _ = stage.inject(job, point, "signal=KILL")
+        if killed != -signal.SIGKILL:
             continue
         case.strike(f"{point.thread} {point.call} {point.n}")
         where = f"killed at {point.thread} {point.call} {point.n}, {point.line[:120]}"
