@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts import faults_corrupt, faults_disk, faults_kill, faults_save
+from scripts import faults_corrupt, faults_disk, faults_kill, faults_save, faults_signals
 from scripts.faults import Bench, Broken, Case, Fault
 from trainer.options import new_parser
 
@@ -24,6 +24,7 @@ FAULTS: dict[str, Fault] = {
     **faults_save.FAULTS,
     **faults_corrupt.FAULTS,
     **faults_disk.FAULTS,
+    **faults_signals.FAULTS,
 }
 COMES_THROUGH = "every run comes to its end"
 TRIES = 3  # a fault that came too late to strike is tried again

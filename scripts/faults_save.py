@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,9 @@ WAITING, GO, SAVED, ON = 1, 2, 3, 4
 
 @dataclass(frozen=True)
 class Point:
-    """The n-th call of one name, in the thread that saves or in those that hash for it."""
+    """The n-th call of one name, in the thread that writes or in those that hash for it."""
 
-    thread: str  # "main" or "pool"
+    thread: str  # "writer" or "hasher"
     call: str
     n: int
     line: str  # what strace showed of it
@@ -75,26 +76,36 @@ def train(options: Sequence[str], log: Path, gate: Gate | None) -> None:
 
 
 def _put_gate(gate: Gate) -> None:
-    """Make the save of step SAVE stop at the gate: in the thread that saves, or in the one that hashes."""
+    """Make the save of step SAVE stop at the gate: in the thread that writes, or in the one that hashes."""
     from trainer import checkpoint, snapshots
 
-    save, pool = snapshots.Snapshots.save, checkpoint.ThreadPoolExecutor
+    save, sync, prune, pool = snapshots.Snapshots.save, snapshots.sync_metrics, snapshots.prune, ThreadPoolExecutor
+    armed = threading.Event()
 
-    def gated(self, backend, state, *rest, **named):
-        if state.step != SAVE or gate.state.value:
-            return save(self, backend, state, *rest, **named)
-        if gate.thread == "main":
+    def arm(self, backend, state, *rest, **named):
+        if state.step == SAVE and gate.state.value == 0:
+            armed.set()
+        return save(self, backend, state, *rest, **named)
+
+    def first_of_a_save(path: Path) -> None:
+        if armed.is_set() and gate.thread == "writer":
+            armed.clear()
             gate.stop_here()
-        else:
-            # One thread instead of four, so that its n-th call is always the same.
-            checkpoint.ThreadPoolExecutor = lambda *_, **__: pool(1, initializer=gate.stop_here)
-        try:
-            return save(self, backend, state, *rest, **named)
-        finally:
-            checkpoint.ThreadPoolExecutor = pool
-            gate.leave()
+        sync(path)
 
-    snapshots.Snapshots.save = gated
+    def last_of_a_save(*arguments, **named) -> None:
+        prune(*arguments, **named)
+        gate.leave()
+
+    def one_thread(workers: int) -> ThreadPoolExecutor:
+        # One thread instead of four, so that its n-th call is always the same.
+        if not armed.is_set() or gate.thread != "hasher":
+            return pool(workers)
+        armed.clear()
+        return pool(1, initializer=gate.stop_here)
+
+    snapshots.Snapshots.save, snapshots.sync_metrics, snapshots.prune = arm, first_of_a_save, last_of_a_save
+    checkpoint.ThreadPoolExecutor = lambda max_workers: one_thread(max_workers)
 
 
 class Rehearsal:
@@ -112,10 +123,10 @@ class Rehearsal:
         if (code := self.finish(self.straight)) != 0:
             raise Broken(f"the undisturbed run ended with {code}: {self.straight.last_words()}")
         self.base = self.job("base")
-        process, _ = self.to_gate(self.base, "main")
+        process, _ = self.to_gate(self.base, "writer")
         process.kill()
         process.join()
-        self.points = [*self._points("main"), *self._points("pool")]
+        self.points = [*self._points("writer"), *self._points("hasher")]
 
     def job(self, name: str) -> Job:
         """A run folder; `start` is not used, the commands go through `finish` and `to_gate`."""
