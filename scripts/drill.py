@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts import faults_corrupt, faults_disk, faults_kill, faults_save, faults_signals
+from scripts import faults_corrupt, faults_disk, faults_kill, faults_numbers, faults_save, faults_signals
 from scripts.faults import Bench, Broken, Case, Fault
 from trainer.options import new_parser
 
@@ -25,6 +25,7 @@ FAULTS: dict[str, Fault] = {
     **faults_corrupt.FAULTS,
     **faults_disk.FAULTS,
     **faults_signals.FAULTS,
+    **faults_numbers.FAULTS,
 }
 COMES_THROUGH = "every run comes to its end"
 TRIES = 3  # a fault that came too late to strike is tried again
@@ -67,7 +68,7 @@ def run_case(fault: Fault, bench: Bench, seed: int) -> Case:
     for _ in range(TRIES):
         case = Case(seed)
         try:
-            case = fault.run(bench, seed)
+            fault.run(bench, case)
         except Broken as problem:
             case.broken[COMES_THROUGH] = str(problem)
         except Exception as problem:

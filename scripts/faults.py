@@ -66,10 +66,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Fault:
-    """A kind of fault: what it promises, how a seed becomes a case, and what this machine lacks for it ("")."""
+    """A kind of fault: what it promises, what is done for a case, and what this machine lacks for it ("")."""
 
     promises: tuple[str, ...]
-    run: Callable[["Bench", int], Case]
+    run: Callable[["Bench", Case], None]
     lacks: Callable[[], str] = lambda: ""
 
 

@@ -121,13 +121,13 @@ def content_of(folder: Path) -> dict[str, tuple[bool, bytes]]:
     return {path.name: (path.is_symlink(), path.read_bytes()) for path in folder.iterdir()}
 
 
-def corrupt(bench: Bench, seed: int) -> Case:
+def corrupt(bench: Bench, case: Case) -> None:
     """Damage one or two of three checkpoints, look for the newest, and load it; many times over."""
-    draw, case, run_dir = random.Random(seed), Case(seed), bench.path(f"corrupt-{seed}")
+    draw, run_dir = random.Random(case.seed), bench.path(f"corrupt-{case.seed}")
     run_dir.mkdir()
     for step in STEPS:
         commit(run_dir, step)
-    whole = bench.path(f"corrupt-{seed}-whole")
+    whole = bench.path(f"corrupt-{case.seed}-whole")
     shutil.copytree(run_dir, whole)
     level = logging.getLogger("trainer.checkpoint").level
     logging.getLogger("trainer.checkpoint").setLevel(logging.ERROR)  # it warns of each, rightly
@@ -140,7 +140,6 @@ def corrupt(bench: Bench, seed: int) -> Case:
         shutil.rmtree(run_dir)
     shutil.rmtree(whole)
     case.note = f"{case.struck} damages"
-    return case
 
 
 def _damage_and_recover(draw: random.Random, case: Case, run_dir: Path, whole: Path) -> None:

@@ -19,13 +19,11 @@ CLEAN = "no temporary file or folder is left"
 WRITES = ("write", "pwrite64", "mkdir", "ftruncate", "fallocate", "fsync", "rename", "renameat", "renameat2")
 
 
-def disk(bench: Bench, seed: int) -> Case:
+def disk(bench: Bench, case: Case) -> None:
     """Fill the disk under a run twice, and fail this seed's share of the writes of a save."""
-    case = Case(seed)
-    _fill(bench, seed, case)
+    _fill(bench, case.seed, case)
     if not no_strace():
-        _refuse(bench, seed, case)
-    return case
+        _refuse(bench, case.seed, case)
 
 
 def refusals(points: list[Point]) -> list[tuple[Point, str]]:

@@ -16,9 +16,9 @@ TARGETS = ("rank", "rank 0", "launcher", "worker")
 STRETCH, WIDTH = STEPS // KILLS - 1, 8
 
 
-def kill(bench: Bench, seed: int) -> Case:
+def kill(bench: Bench, case: Case) -> None:
     """Kill a run several times, restarted by the launcher or by hand, and let it end."""
-    draw, case = random.Random(seed), Case(seed)
+    draw, seed = random.Random(case.seed), case.seed
     straight = bench.straight()
     by_launcher = draw.random() < 0.5
     job = bench.job(f"kill-{seed}", launcher=["--max-restarts", 2 * KILLS] if by_launcher else []).start()
@@ -38,7 +38,6 @@ def kill(bench: Bench, seed: int) -> Case:
     job.finish()
     difference = job.difference(straight)
     case.expect(EQUAL, not difference, difference)
-    return case
 
 
 def _victim(job: Job, target: str, draw: random.Random) -> int | None:

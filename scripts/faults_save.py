@@ -237,11 +237,11 @@ def rehearsal(bench: Bench) -> Rehearsal:
     return bench.rehearsal
 
 
-def save(bench: Bench, seed: int) -> Case:
+def save(bench: Bench, case: Case) -> None:
     """Crash at this seed's share of all calls of a save, and start the run again after each."""
-    case, stage = Case(seed), rehearsal(bench)
-    for point in share(stage.points, seed):
-        job = stage.copy(f"save-{seed}")
+    stage = rehearsal(bench)
+    for point in share(stage.points, case.seed):
+        job = stage.copy(f"save-{case.seed}")
         killed, _ = stage.inject(job, point, "signal=KILL")
         if killed != -signal.SIGKILL:
             continue
@@ -257,7 +257,6 @@ def save(bench: Bench, seed: int) -> Case:
             difference = job.difference(stage.straight)
             case.expect(EQUAL, not difference, f"{where}: {difference}")
     case.measure("crash points", float(case.struck))
-    return case
 
 
 def no_strace() -> str:

@@ -22,9 +22,9 @@ ONE_WRITER = "of two launches at once one trains, the other is refused with 78"
 NO_ORPHAN = "2 s after the launcher's death none of its processes is left"
 
 
-def sigterm(bench: Bench, seed: int) -> Case:
+def sigterm(bench: Bench, case: Case) -> None:
     """A stop signal at one moment; then the same command again."""
-    draw, case = random.Random(seed), Case(seed)
+    draw, seed = random.Random(case.seed), case.seed
     straight = bench.straight()
     moment = draw.choice(list(MOMENTS))
     number, alone = draw.choice(SIGNALS), draw.random() < 0.3
@@ -36,13 +36,13 @@ def sigterm(bench: Bench, seed: int) -> Case:
         target = draw.choice(ranks) if alone and ranks else job.process.pid
         begun, sent = job.step() > 0, time.monotonic()
         if not came or job.process.poll() is not None:
-            return case
+            return
         os.kill(target, number)
         code = job.wait(60)
         seconds = time.monotonic() - sent
         what = f"{number.name} to {'the launcher' if target == job.process.pid else 'one rank'}, {moment}"
         if code == 0 and job.step() == STEPS:
-            return case  # it came when all was done
+            return  # it came when all was done
         case.strike(what)
         case.measure("seconds to stop", seconds)
         # A rank that the system's default action ends, before it can listen, has ended by a signal: that is a 1.
@@ -59,7 +59,6 @@ def sigterm(bench: Bench, seed: int) -> Case:
         if fresh:
             job.end()
             shutil.rmtree(fresh[1], ignore_errors=True)
-    return case
 
 
 def _expect_nothing_redone(job: Job, case: Case, what: str) -> None:
@@ -108,15 +107,15 @@ MOMENTS: dict[str, Callable[[Job, random.Random], bool]] = {
 }
 
 
-def hang(bench: Bench, seed: int) -> Case:
+def hang(bench: Bench, case: Case) -> None:
     """SIGSTOP one rank under a short step timeout; the others notice, and the launcher starts all again."""
-    draw, case = random.Random(seed), Case(seed)
+    draw, seed = random.Random(case.seed), case.seed
     straight = bench.straight()
     limit = ["--step_timeout", STEP_TIMEOUT, "--ddp_timeout", 60]
     job = bench.job(f"hang-{seed}", limit, launcher=["--max-restarts", 3]).start()
     step = draw.randint(INTERVAL + 1, STEPS - 12)
     if not job.reaches(lambda: job.step() >= step, 120, f"step {step}"):
-        return case
+        return
     ranks = job.ranks()
     victim = draw.choice(ranks)
     os.kill(victim, signal.SIGSTOP)
@@ -131,16 +130,14 @@ def hang(bench: Bench, seed: int) -> Case:
     case.expect(NOTICED, not alive(ranks), f"{case.note}: a rank of before is left")
     difference = job.difference(straight)
     case.expect(EQUAL, not difference, f"{case.note}: {difference}")
-    return case
 
 
-def owner(bench: Bench, seed: int) -> Case:
+def owner(bench: Bench, case: Case) -> None:
     """Two launches in one folder; then a launcher that is killed and started again at once."""
-    draw, case = random.Random(seed), Case(seed)
+    draw, seed = random.Random(case.seed), case.seed
     straight = bench.straight()
     _launch_twice(bench, seed, draw, case, straight)
     _kill_and_start(bench, seed, draw, case, straight)
-    return case
 
 
 def _launch_twice(bench: Bench, seed: int, draw: random.Random, case: Case, straight: Job) -> None:
