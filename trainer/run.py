@@ -459,7 +459,8 @@ class Run:
         self._unsaved = ends
         # Sooner than at the next regular save: until then a crash costs what was trained since the last one.
         self._save_again_at = state.step + max(1, self.args.checkpoint_interval // 10)
-        return dataclasses.replace(state, best_step=before.best_step, best_val_loss=before.best_val_loss)
+        best = {name: getattr(before, name) for name in ("best_step", "best_val_loss", "best_val_set")}
+        return dataclasses.replace(state, **best)
 
     def _agree(self, state: TrainState, values: list[float]) -> tuple[TrainState, list[float]]:
         """Sum values over the ranks, and settle the pending step with the same collective."""
