@@ -15,7 +15,16 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts import faults_corrupt, faults_disk, faults_kill, faults_numbers, faults_save, faults_signals
+from scripts import (
+    faults_corrupt,
+    faults_disk,
+    faults_kill,
+    faults_network,
+    faults_numbers,
+    faults_save,
+    faults_signals,
+    faults_slurm,
+)
 from scripts.faults import Bench, Broken, Case, Fault
 from trainer.options import new_parser
 
@@ -25,7 +34,9 @@ FAULTS: dict[str, Fault] = {
     **faults_corrupt.FAULTS,
     **faults_disk.FAULTS,
     **faults_signals.FAULTS,
+    **faults_network.FAULTS,
     **faults_numbers.FAULTS,
+    **faults_slurm.FAULTS,
 }
 COMES_THROUGH = "every run comes to its end"
 TRIES = 3  # a fault that came too late to strike is tried again

@@ -231,7 +231,7 @@ class Bench:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.texts = write_texts(self.folder / "texts.jsonl", 600)
         self.cache = self.folder / "cache"
-        self._straight: dict[str, Job] = {}
+        self.references: dict[str, Job] = {}  # undisturbed runs, by what they run
         self._jobs: list[Job] = []
 
     def path(self, name: str) -> Path:
@@ -260,16 +260,16 @@ class Bench:
     def straight(self, options: Sequence[object] = (), script: Path = ROOT / "train_pretrain.py") -> Job:
         """The undisturbed run with these options, made once."""
         key = re.sub(r"\W+", "_", " ".join(str(part) for part in ["straight", self.ranks, *options]))
-        if key not in self._straight:
+        if key not in self.references:
             job = self.job(key, options, script=script).start()
             job.finish()
-            self._straight[key] = job
-        return self._straight[key]
+            self.references[key] = job
+        return self.references[key]
 
     def clean_up(self, keep: bool) -> None:
         """End the runs of a case, and delete their folders unless someone wants to look into them."""
         for job in self._jobs:
-            if job not in self._straight.values():
+            if job not in self.references.values():
                 job.end()
                 if not keep:
                     shutil.rmtree(job.run_dir, ignore_errors=True)
