@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -259,9 +258,10 @@ class Bench:
 
     def straight(self, options: Sequence[object] = (), script: Path = ROOT / "train_pretrain.py") -> Job:
         """The undisturbed run with these options, made once."""
-        key = re.sub(r"\W+", "_", " ".join(str(part) for part in ["straight", self.ranks, *options]))
+        key = repr([self.ranks, *map(str, options)])
         if key not in self.references:
-            job = self.job(key, options, script=script).start()
+            name = f"straight-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+            job = self.job(name, options, script=script).start()
             job.finish()
             self.references[key] = job
         return self.references[key]
