@@ -111,15 +111,15 @@ def judge(name: str, fault: Fault, cases: Sequence[Case]) -> list[Line]:
 
 
 def summary(cases: Sequence[Case]) -> str:
-    """Median and largest of every figure that the cases measured."""
+    """Median and largest of every figure in seconds or percent; the sum of every count."""
     figures: dict[str, list[float]] = {}
     for case in cases:
         for key, values in case.figures.items():
             figures.setdefault(key, []).extend(values)
     parts = []
     for key, values in figures.items():
-        if key.startswith("seconds"):
-            parts.append(f"{key}: median {statistics.median(values):.1f}, at most {max(values):.1f}")
+        if key.startswith(("seconds", "percent")):
+            parts.append(f"{key}: median {statistics.median(values):.2g}, at most {max(values):.2g}")
         else:
             parts.append(f"{key}: {sum(values):g}")
     return "; ".join(parts)
@@ -127,10 +127,8 @@ def summary(cases: Sequence[Case]) -> str:
 
 def said(line: Line) -> str:
     """A verdict as it is printed."""
-    text = f"{line.verdict} {line.fault}: {line.promise}"
-    if line.verdict != "SKIP":
-        text += f" ({line.struck} faults in {line.cases} cases)"
-    return f"{text}: {line.detail}" if line.detail else text
+    counts = f"{line.promise} ({line.struck} faults in {line.cases} cases)" if line.promise else ""
+    return f"{line.verdict} {line.fault}: " + ": ".join(part for part in (counts, line.detail) if part)
 
 
 def table(lines: Sequence[Line], figures: Mapping[str, str]) -> str:
