@@ -66,6 +66,7 @@ NOT_RUN = {
     "python -m scripts.benchmark_packing ...": "minutes, and its numbers are the machine's",
     "python -m scripts.benchmark_train ...": "minutes, and its numbers are the machine's",
     "python -m scripts.benchmark_data ...": "minutes, and its numbers are the machine's",
+    "python -m scripts.drill ...": "minutes and hours; tests/test_drill.py runs a slice",
     "python -m scripts.train_tokenizer ...": "tests/test_tokenizer.py trains one",
     "sbatch ...": "needs a cluster; tests/test_slurm.py makes one",
     "kubectl apply -f scripts/k8s/multi_node.yaml": "needs a cluster; tests/test_k8s.py runs the pods' commands",
