@@ -194,8 +194,6 @@ def main(argv: list[str]) -> int:
     stop = Stop(Path(tempfile.gettempdir()) / f"launch-{os.getpid()}-{secrets.token_hex(8)}.json")
     stop.listen()
     os.environ.update(LAUNCH_PID=str(os.getpid()), LAUNCH_EXIT_FILE=str(stop.exit_file))
-    # With the shared store, restarted ranks can read the addresses of the attempt before.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     try:
         code = launch(argv, stop)

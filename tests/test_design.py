@@ -21,7 +21,7 @@ UNPICKLER = ROOT / "model" / "minimind.py"
 # run.py composes, snapshots.py is its half that saves and restores; the others know one another only this far.
 COMPOSERS = {"run.py", "snapshots.py"}
 TRAINER_MAY_KNOW = {
-    f"trainer.{name}" for name in ("ddp", "backends", "checkpoint", "optim", "plan", "guard", "rendezvous")
+    f"trainer.{name}" for name in ("ddp", "backends", "checkpoint", "optim", "plan", "guard", "rendezvous", "profiling")
 }
 
 

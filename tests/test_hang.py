@@ -97,8 +97,7 @@ def start(job: Job, *more: object) -> Job:
     """The job under a bare torchrun that restarts its ranks, as a plain command line does it."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [*torchrun, "--max-restarts", "3", "train_pretrain.py", *job.options, *more]
-    environment = {k: v for k, v in os.environ.items() if k != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
-    environment |= {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with open(job.log, "ab") as log:
         job.process = subprocess.Popen(
             [str(part) for part in command], cwd=ROOT, env=environment, stdout=log, stderr=log

@@ -269,12 +269,12 @@ def test_the_launcher_stops_its_ranks_as_process_1_of_a_container(launch):
 
 
 def test_ranks_find_the_settings_that_training_needs(launch):
-    names = ["LAUNCH_PID", "OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    names = ["LAUNCH_PID", "OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
     run = launch(f"(folder / f'env{{rank}}').write_text(' '.join(os.environ[n] for n in {names})); end(0)")
     code, said = run.end()
     assert (code, said) == (0, "")
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert (run.folder / "env1").read_text() == f"{run.process.pid} {threads} 1 600"
+    assert (run.folder / "env1").read_text() == f"{run.process.pid} {threads} 600"
 
 
 def test_help_says_what_the_launcher_adds_and_lists_the_options_of_torchrun():

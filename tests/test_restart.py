@@ -97,8 +97,7 @@ def test_thirty_restarts_in_a_row_all_meet_again_in_torchruns_own_store(tmp_path
     (tmp_path / "rank.py").write_text(RANK)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [*torchrun, "--max-restarts", "30", "--monitor-interval", "0.1", str(tmp_path / "rank.py")]
-    environment = {k: v for k, v in os.environ.items() if k != "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.splitlines() == [f"met {number}" for number in range(31)]

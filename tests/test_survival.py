@@ -175,7 +175,7 @@ def test_bare_torchrun_restarts_a_killed_rank_and_the_run_goes_on(straight: Job)
     job = Job(straight.run_dir.parent, "torchrun")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [*torchrun, "--max-restarts", "3", "train_pretrain.py", *job.options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(job.log, "ab") as log:
         job.process = subprocess.Popen(
             [str(part) for part in command], cwd=ROOT, env=environment, stdout=log, stderr=log

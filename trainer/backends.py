@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from trainer.ddp import Ranks
+    from trainer.profiling import WorkClock
 
 Batch = dict[str, Tensor]
 BACKENDS = {"ddp": "trainer.ddp:DataParallel"}
@@ -62,6 +63,7 @@ class Backend(Protocol):
     module: nn.Module  # the plain model, for validation
     parameter_count: int
     trained_count: int  # of them those that the optimizer sees
+    work: "WorkClock"  # how long this rank works until it meets the others
 
     def micro_batches(self, step: Step) -> Iterator[Batch]:
         """Yield the step's micro-batches on the device; gradients stay local until the last one."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.backends import Batch, Step
+from trainer.profiling import WorkClock
 from trainer.rendezvous import fresh_store
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of a parameter
@@ -213,15 +214,19 @@ class DataParallel:
             )
             self.model.register_comm_hook(ranks, sum_gradients)
         self._settled = ranks.world_size == 1
+        self._meets = False  # whether the next backward pass is the one that meets the other ranks
+        self.work = WorkClock(ranks.device)
 
     def micro_batches(self, step: Step) -> Iterator[Batch]:
         """Yield the step's micro-batches on the device; gradients stay local until the last one."""
         if not self._settled:
             self._settle_buckets(step.micro_batches[0])
         last = len(step.micro_batches) - 1
+        self.work.begin()
         for index, (batch, first) in enumerate(zip(step.micro_batches, step.first_sequences, strict=True)):
             torch.manual_seed(dropout_seed(self.seed, step.number, first))
             wait = self.model.no_sync() if index < last and self.ranks.world_size > 1 else contextlib.nullcontext()
+            self._meets = index == last
             with wait:
                 yield self._to_device(batch)
 
@@ -238,6 +243,8 @@ class DataParallel:
         # An infinite loss can have finite gradients. Made NaN, they reach every rank with the reduction, so that all
         # of them skip the update without asking each other.
         poison = torch.where(value.isfinite(), 1.0, torch.nan)
+        if self._meets:
+            self.work.end()
         self.scaler.scale(loss * poison).backward()
         return value
 

@@ -102,9 +102,14 @@ def read_saved(folder: Path) -> Saved:
         raise ValueError(f"{folder}/state.json was written by another version of this project: {problem}") from problem
 
 
-def refuse_changes(saved: dict[str, object], given: dict[str, object], folder: Path) -> None:
+def refuse_changes(saved: Saved, given: dict[str, object], options: dict[str, object], folder: Path) -> None:
     """Raise one ValueError naming every part of the fingerprint that differs, with saved and given value."""
-    differences = [f"{name}: {_short(was)} there, {_short(now)} here" for name, was, now in _differences(saved, given)]
+    different = _differences(saved.fingerprint, given)
+    differences = [f"{name}: {_short(was)} there, {_short(now)} here" for name, was, now in different]
+    if any(name.split(".")[0] == "data" for name, _, _ in different):
+        was, now = saved.options.get("data_path"), options.get("data_path")
+        same = "the content of the files, or how they are read, has changed"
+        differences.append(same if was == now else f"--data_path: {was} there, {now} here")
     if differences:
         raise ValueError(
             f"{folder} belongs to another run than this command asks for: {'; '.join(differences)}. Give the saved "

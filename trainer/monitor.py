@@ -21,6 +21,9 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 log = logging.getLogger(__name__)
 
 
+NOTABLE_LAG = 0.2  # from here on the slowest rank holds the others up by what is worth a look
+
+
 class Metric(NamedTuple):
     """What a number is. `reduction` says how the ranks' values became one."""
 
@@ -40,6 +43,8 @@ METRICS = {
     "skipped_updates": Metric("updates", "same on all ranks", "updates skipped for a non-finite loss or gradient"),
     "rollbacks": Metric("rollbacks", "same on all ranks", "returns of the loss guard to a stable checkpoint"),
     "failed_saves": Metric("saves", "rank 0", "checkpoints that could not be written since this start"),
+    "slowest_rank": Metric("rank", "largest over ranks", "whose own work took longest since the last log line"),
+    "slowest_rank_lag": Metric("share", "largest over ranks", "how much longer that took than the median rank's"),
     "epochs": Metric("epochs", "same on all ranks", "passes over a source of a mixture, as epochs/<source>"),
     "val_loss": Metric("nats per target token", "sum over ranks", "loss on the validation texts"),
     "val_bits_per_byte": Metric("bits per byte", "sum over ranks", "validation loss over the texts' UTF-8 bytes"),
@@ -118,10 +123,12 @@ class Console:
             return
         epoch, epochs = self.epoch_of(step)
         minutes = (self.total_steps - step) * values.get("step_seconds", 0.0) / 60
+        lag = values.get("slowest_rank_lag", 0.0)
+        slowest = f" slowest rank:{values['slowest_rank']:.0f} (+{lag:.0%})" if lag >= NOTABLE_LAG else ""
         log.info(
-            "Epoch:[%d/%d](%d/%d) loss:%.3f lr:%.12f epoch_Time:%.1fmin: grad_norm:%.3f tokens/s:%.0f",
+            "Epoch:[%d/%d](%d/%d) loss:%.3f lr:%.12f epoch_Time:%.1fmin: grad_norm:%.3f tokens/s:%.0f%s",
             epoch, epochs, step, self.total_steps, values["loss"], values["learning_rate"], minutes,
-            values["grad_norm"], values.get("tokens_per_second", 0.0),
+            values["grad_norm"], values.get("tokens_per_second", 0.0), slowest,
         )  # fmt: skip
 
     def tick(self, step: int) -> None:

@@ -1,8 +1,10 @@
 """What a step did and how long it took, without making the device wait."""
 
 import contextlib
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +44,57 @@ class StepClock:
         self._start, self._steps, self._tokens = now, 0, 0
         self._last_lap = seconds / max(steps, 1)
         return {"tokens_per_second": tokens / seconds, "step_seconds": self._last_lap}
+
+
+class WorkClock:
+    """Measures this rank's own work: from a step's begin to its last backward pass, in which it waits for the others.
+
+    On a GPU by events of the device, so that the host never waits: what is not finished yet counts for the next lap.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+        self._waited = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = self._now()
+
+    def end(self) -> None:
+        """From here on the step waits for other ranks."""
+        self._spans.append((self._began, self._now()))
+
+    def add(self, seconds: float) -> None:
+        """Count work on the host beside it, as waiting for the data loader."""
+        self._waited += seconds
+
+    def lap(self) -> float:
+        """Seconds of work since the last lap."""
+        if self._on_gpu:
+            done = [span for span in self._spans if span[1].query()]
+            seconds = sum(began.elapsed_time(ended) for began, ended in done) / 1000
+        else:
+            done = self._spans
+            seconds = sum(ended - began for began, ended in done)
+        seconds += self._waited
+        self._spans, self._waited = self._spans[len(done) :], 0.0
+        return seconds
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def balance(seconds: Sequence[float]) -> dict[str, float]:
+    """Which rank's own work took longest, and by which share it exceeds the median; {} for a single rank."""
+    if len(seconds) < 2:
+        return {}
+    slowest, median = max(seconds), statistics.median_low(seconds)
+    return {"slowest_rank": float(seconds.index(slowest)), "slowest_rank_lag": slowest / max(median, 1e-9) - 1}
 
 
 class Pending:

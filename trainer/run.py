@@ -38,7 +38,7 @@ from trainer.ownership import (
     leave,
 )
 from trainer.plan import Plan, data_step
-from trainer.profiling import Pending, StepClock
+from trainer.profiling import Pending, StepClock, balance
 from trainer.recovery import StopFlag, Watchdog
 from trainer.snapshots import Snapshots, find_newest, read_weights
 from trainer.trackers import TensorBoard, Wandb, wandb_mode
@@ -170,7 +170,8 @@ class Run:
             return None
         own = newest_valid(self.dir, owner=False) if self.resumes else None
         folder = own or resolve_weights(self.args.from_weight)
-        log.info("architecture and weights come from %s", folder)
+        unread = f", not from --from_weight {self.args.from_weight}: the run has begun already" if own else ""
+        log.info("architecture and weights come from %s%s", folder, unread)
         self._given_weights = folder
         return folder
 
@@ -386,9 +387,16 @@ class Run:
         if self._is_logged(state.step):
             numbers |= self.clock.lap() | self._passes(state)
         done = Pending(state.step, numbers, loss, grad_norm)
+        began = time.perf_counter()
         self._batch = next(self._batches, None)
+        self.backend.work.add(time.perf_counter() - began)
         coming = self._batch.target_tokens if self._batch else 0
-        state, (self._target_tokens, stops) = self._agree(state, [coming, float(self.stop.received is not None)])
+        work = [0.0] * self.world_size if self._is_logged(state.step) else []
+        if work:
+            work[self.rank] = self.backend.work.lap()
+        stopped = float(self.stop.received is not None)
+        state, (self._target_tokens, stops, *work) = self._agree(state, [coming, stopped, *work])
+        numbers |= balance(work)
         self._pending, self._step, self._stopping = done, state.step, stops > 0
         self.monitor.tick(state.step)
         self.watchdog.step_done()
@@ -538,8 +546,8 @@ class Run:
         if self._unsaved:
             newest = f"the newest checkpoint is that of step {self.snapshots.last_step}"
             return 1, f"step {self._step} could not be saved; {newest}"
-        if self._step and self._skipped == self._step:
-            return HOPELESS, f"nothing was learnt{self._skips}"
+        if 2 * self._skipped > self._step:
+            return HOPELESS, f"the run has diverged{self._skips}; lower --learning_rate"
         if self._stopping and self._step < self.plan.total_steps:
             signal = self.stop.received or "a signal to another rank"
             return STOPPED, f"stopped by {signal} after step {self._step}{self._skips}"

@@ -108,7 +108,7 @@ class Snapshots:
     def _load(self, step: int, backend: Backend) -> lineage.Saved:
         folder = step_folder(self.run_dir, step)
         saved = lineage.read_saved(folder)
-        lineage.refuse_changes(saved.fingerprint, self.fingerprint, folder)
+        lineage.refuse_changes(saved, self.fingerprint, self.options, folder)
         backend.load(self.read_model(folder), load_tensors(folder / "optimizer.safetensors"))
         return saved
 
