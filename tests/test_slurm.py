@@ -44,11 +44,11 @@ SlurmdParameters=config_overrides
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 GresTypes=gpu
-NodeName=127.0.0.[1-2] NodeHostname={host} Port=[{ports[1]}-{ports[2]}] CPUs=8 RealMemory=8000 Gres=gpu:2
+NodeName=127.0.0.[1-2] NodeHostname={host} Port=[{ports[1]}-{ports[2]}] CPUs=8 RealMemory=8000 Gres=gpu:4
 PartitionName=usual Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL PriorityTier=2
 """
-GPUS = "Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
+GPUS = "".join(f"Name=gpu File=/dev/{device}\n" for device in ("null", "zero", "full", "random"))
 
 
 class Cluster:
@@ -253,36 +253,27 @@ def test_a_killed_rank_is_started_again_inside_the_job_on_both_nodes(cluster: Cl
     assert [point[0] for point in curve(job.run_dir)] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.integration
-def test_near_its_time_limit_a_job_is_saved_and_comes_back_and_a_cancelled_one_is_saved_and_does_not(
-    cluster: Cluster,
-) -> None:
-    # 120 s before the end of two minutes is at once; Slurm looks every 30 s.
-    job = Job(cluster, "single_node", "long", "--max_steps", 100_000, sbatch=["--time=2"])
-    job.until(lambda: job.field("Restarts") == "1", "the requeue")
-    assert exit_code(job) == 75
-    stopped_at = job.lines()
-    job.until(lambda: job.lines() > stopped_at, "the next step")
-    cluster.ask("scancel", job.id)
-    assert job.wait()[0] == "CANCELLED", job.text()
-    until(lambda: "exit code 75" in job.text().rsplit("going on after", 1)[1], 30, f"the save\n{job.text()}")
-    assert exit_code(job) == 75
-    assert job.field("Restarts") == "1"
-
-
 def exit_code(job: Job) -> int:
     return json.loads((job.run_dir / "exit.json").read_text())["code"]
 
 
 @pytest.mark.integration
-def test_what_trying_again_cannot_help_is_not_requeued(cluster: Cluster) -> None:
-    job = Job(cluster, "multi_node", "hopeless", "--data_path", cluster.folder / "nothing.jsonl")
-    assert job.wait() == ("FAILED", "78:0"), job.text()
-    assert job.field("Restarts") == "0"
-
-
-@pytest.mark.integration
-def test_failures_are_requeued_as_often_as_the_batch_script_says(cluster: Cluster) -> None:
-    job = Job(cluster, "single_node", "failing", PYTHON="/bin/false", MAX_RESTARTS=1)
-    assert job.wait() == ("FAILED", "1:0"), job.text()
-    assert job.field("Restarts") == "1"
+def test_only_what_may_help_and_is_wanted_is_requeued(cluster: Cluster) -> None:
+    # 120 s before the end of two minutes is at once; Slurm looks every 30 s.
+    long = Job(cluster, "single_node", "long", "--max_steps", 100_000, sbatch=["--time=2"])
+    hopeless = Job(cluster, "multi_node", "hopeless", "--data_path", cluster.folder / "nothing.jsonl")
+    failing = Job(cluster, "single_node", "failing", PYTHON="/bin/false", MAX_RESTARTS=1)
+    # At its time limit: saved, and brought back ...
+    long.until(lambda: long.field("Restarts") == "1", "the requeue")
+    assert exit_code(long) == 75
+    stopped_at = long.lines()
+    long.until(lambda: long.lines() > stopped_at, "the next step")
+    # ... but not when it is cancelled.
+    said = len(long.text())
+    cluster.ask("scancel", long.id)
+    assert long.wait()[0] == "CANCELLED", long.text()
+    until(lambda: "(exit code 75)" in long.text()[said:], 30, "the save")
+    assert exit_code(long) == 75
+    assert hopeless.wait() == ("FAILED", "78:0"), hopeless.text()
+    assert failing.wait() == ("FAILED", "1:0"), failing.text()
+    assert [job.field("Restarts") for job in (long, hopeless, failing)] == ["1", "0", "1"]
