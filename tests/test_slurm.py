@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -118,19 +118,11 @@ class Cluster:
 class Job:
     """A batch script of ours, submitted."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        script: str,
-        name: str,
-        *options: object,
-        sbatch: Sequence[str] = (),
-        **variables: object,
-    ) -> None:
+    def __init__(self, cluster: Cluster, script: str, name: str, *options: object, **variables: object) -> None:
         self.cluster, self.run_dir, self.log = cluster, cluster.folder / name, cluster.folder / f"{name}.log"
         data = ["--data_path", cluster.folder / "texts.jsonl", "--cache_dir", cluster.folder / "cache"]
         data += ["--checkpoint_interval", 10, "--max_steps", STEPS, "--dropout", 0.1]
-        asked = ["--gpus-per-node=1", "--cpus-per-task=1", f"--output={self.log}", *sbatch]
+        asked = ["--gpus-per-node=1", "--cpus-per-task=1", f"--output={self.log}"]
         asked += [f"scripts/slurm/{script}.sbatch"]
         variables = {"OUT_DIR": self.run_dir, "PYTHON": sys.executable, **variables}
         self.id = cluster.ask("sbatch", "--parsable", *asked, *TINY, *data, *options, **variables).strip()
@@ -259,16 +251,18 @@ def exit_code(job: Job) -> int:
 
 @pytest.mark.integration
 def test_only_what_may_help_and_is_wanted_is_requeued(cluster: Cluster) -> None:
-    # 120 s before the end of two minutes is at once; Slurm looks every 30 s.
-    long = Job(cluster, "single_node", "long", "--max_steps", 100_000, sbatch=["--time=2"])
+    long = Job(cluster, "single_node", "long", "--max_steps", 100_000)
     hopeless = Job(cluster, "multi_node", "hopeless", "--data_path", cluster.folder / "nothing.jsonl")
     failing = Job(cluster, "single_node", "failing", PYTHON="/bin/false", MAX_RESTARTS=1)
-    # At its time limit: saved, and brought back ...
+    # Near its time limit: saved, and brought back. 120 s before the end of two minutes is now; Slurm looks every 30 s.
+    long.until(lambda: long.lines() > 0, "the first step")
+    cluster.ask("scontrol", "update", f"JobId={long.id}", "TimeLimit=2")
     long.until(lambda: long.field("Restarts") == "1", "the requeue")
+    cluster.ask("scontrol", "update", f"JobId={long.id}", "TimeLimit=60")
     assert exit_code(long) == 75
     stopped_at = long.lines()
     long.until(lambda: long.lines() > stopped_at, "the next step")
-    # ... but not when it is cancelled.
+    # Cancelled: saved, and not brought back.
     said = len(long.text())
     cluster.ask("scancel", long.id)
     assert long.wait()[0] == "CANCELLED", long.text()
