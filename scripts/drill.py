@@ -150,10 +150,11 @@ def drill(names: Sequence[str], bench: Bench, n: int, seed: int) -> list[Line]:
     for name in names:
         fault, started = FAULTS[name], time.monotonic()
         reason = fault.lacks()
+        count = 0 if reason else min(n, fault.enough or n)
         cases: list[Case] = []
-        for number in range(0 if reason else n):
+        for number in range(count):
             cases.append(run_case(fault, bench, seed + number))
-            note = f"{name} {number + 1} of {n}: {cases[-1].note[:200] or 'nothing struck'}"
+            note = f"{name} {number + 1} of {count}: {cases[-1].note[:200] or 'nothing struck'}"
             print(f"  {note}{', BROKEN' if cases[-1].broken else ''}", file=sys.stderr, flush=True)
         mine = judge(name, fault, cases) if not reason else [Line(name, "", "SKIP", detail=reason)]
         figures[name] = "; ".join(part for part in (summary(cases), f"{time.monotonic() - started:.0f} s") if part)

@@ -70,6 +70,7 @@ class Fault:
     promises: tuple[str, ...]
     run: Callable[["Bench", Case], None]
     lacks: Callable[[], str] = lambda: ""
+    enough: int | None = None  # cases, where more would repeat them
 
 
 def write_texts(path: Path, count: int) -> Path:

@@ -264,4 +264,4 @@ def no_strace() -> str:
     return "" if shutil.which("strace") else "strace is not installed (apt-get install strace)"
 
 
-FAULTS: dict[str, Fault] = {"save": Fault((STEP_K, EQUAL), save, no_strace)}
+FAULTS: dict[str, Fault] = {"save": Fault((STEP_K, EQUAL), save, no_strace, enough=STRIDE)}

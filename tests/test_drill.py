@@ -187,8 +187,10 @@ def test_case_i_of_a_seed_is_the_first_case_of_seed_plus_i(
         case.expect(KEPT, case.seed != 7, "seven")
 
     monkeypatch.setattr(drill, "FAULTS", {"draw": Fault((KEPT,), draw), "rain": Fault((KEPT,), draw, lambda: "no sky")})
-    lines = drill.drill(["draw", "rain"], Bench(tmp_path, 2), n=3, seed=5)
-    assert verdicts(lines) == ["FAIL", "PASS", "SKIP"]
+    monkeypatch.setitem(drill.FAULTS, "few", Fault((), draw, enough=2))
+    lines = drill.drill(["draw", "rain", "few"], Bench(tmp_path, 2), n=3, seed=5)
+    assert verdicts(lines) == ["FAIL", "PASS", "SKIP", "PASS"]
+    assert lines[-1].cases == 2
     record = json.loads((tmp_path / "drill.json").read_text())
     assert [case["seed"] for case in record["draw"]["cases"]] == [5, 6, 7]
     printed = capsys.readouterr().out
