@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from trainer.checkpoint import step_folders
 
@@ -232,6 +233,7 @@ class Bench:
         self.texts = write_texts(self.folder / "texts.jsonl", 600)
         self.cache = self.folder / "cache"
         self.references: dict[str, Job] = {}  # undisturbed runs, by what they run
+        self.made_once: dict[str, Any] = {}  # what else the cases share
         self._jobs: list[Job] = []
 
     def path(self, name: str) -> Path:

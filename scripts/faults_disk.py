@@ -35,7 +35,7 @@ def refusals(points: list[Point]) -> list[tuple[Point, str]]:
 def _refuse(bench: Bench, seed: int, case: Case) -> None:
     stage = rehearsal(bench)
     for point, error in share(refusals(stage.points), seed):
-        job = stage.copy(f"refuse-{seed}")
+        job = stage.copy("refused")
         code, struck = stage.inject(job, point, f"error={error}")
         if not struck:
             continue

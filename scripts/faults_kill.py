@@ -21,7 +21,9 @@ def kill(bench: Bench, case: Case) -> None:
     draw, seed = random.Random(case.seed), case.seed
     straight = bench.straight()
     by_launcher = draw.random() < 0.5
-    job = bench.job(f"kill-{seed}", launcher=["--max-restarts", 2 * KILLS] if by_launcher else []).start()
+    background = ["--async_save"] if draw.random() < 0.25 else []
+    launcher = ["--max-restarts", 2 * KILLS] if by_launcher else []
+    job = bench.job(f"kill-{seed}", background, launcher=launcher).start()
     if not by_launcher and draw.random() < 0.3:
         _kill_while_starting(job, draw, case)
     for number in range(KILLS):

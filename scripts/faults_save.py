@@ -131,6 +131,7 @@ class Rehearsal:
     def job(self, name: str) -> Job:
         """A run folder; `start` is not used, the commands go through `finish` and `to_gate`."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
+        (self.folder / f"{name}.log").unlink(missing_ok=True)
         return Job(self.folder / name, [*self.options, "--out_dir", self.folder / name], {})
 
     def copy(self, name: str) -> Job:
@@ -232,16 +233,16 @@ def share(points: Sequence[Point], seed: int) -> list[Point]:
 
 def rehearsal(bench: Bench) -> Rehearsal:
     """The bench's rehearsal, made once."""
-    if not hasattr(bench, "rehearsal"):
-        bench.rehearsal = Rehearsal(bench)
-    return bench.rehearsal
+    if "rehearsal" not in bench.made_once:
+        bench.made_once["rehearsal"] = Rehearsal(bench)
+    return bench.made_once["rehearsal"]
 
 
 def save(bench: Bench, case: Case) -> None:
     """Crash at this seed's share of all calls of a save, and start the run again after each."""
     stage = rehearsal(bench)
     for point in share(stage.points, case.seed):
-        job = stage.copy(f"save-{case.seed}")
+        job = stage.copy("crashed")
         killed, _ = stage.inject(job, point, "signal=KILL")
         if killed != -signal.SIGKILL:
             continue
@@ -256,6 +257,9 @@ def save(bench: Bench, case: Case) -> None:
             case.expect(STEP_K, not job.saving(), f"{where}: {job.saving()} is left")
             difference = job.difference(stage.straight)
             case.expect(EQUAL, not difference, f"{where}: {difference}")
+        if case.broken:
+            job.run_dir.rename(bench.path(f"save-{case.seed}"))  # for who wants to look into it
+            return
     case.measure("crash points", float(case.struck))
 
 
