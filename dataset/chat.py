@@ -37,7 +37,7 @@ DROPPED = (TOO_LONG, EMPTY_ANSWER, NO_ANSWER)
 # Of an id: it is to be predicted; an empty think block may go before it; a system turn may (of a row's first).
 LEARNED, TAKES_THINK, TAKES_SYSTEM = 1, 2, 4
 HEADER_PIECES = 2  # an assistant's: the start token, and its name with the line end
-CHAT_FORMAT = 1  # counts up when the same records become other rows
+CHAT_FORMAT = 2  # counts up when the same records become other rows
 
 
 class Block(NamedTuple):

@@ -9,8 +9,8 @@ from dataset.files import DataError
 
 
 def _whole_number(digits: str) -> int | float:
-    """Python refuses integers of over 4,300 digits; what no 64 bits hold is a float, as in other languages."""
-    return int(digits) if len(digits) < 19 else float(digits)
+    """Python refuses integers of over 4,300 digits; what reads as infinity is refused where it would be learned."""
+    return int(digits) if len(digits) <= 4300 else float(digits)
 
 
 # NaN, which Python writes, may be a number.

@@ -337,6 +337,22 @@ def test_whole_numbers_in_tools_of_a_file_stay_whole(tmp_path):
         assert '{"a": 1, "b": "二"}' in rendered(conversation_of(value))
 
 
+def test_a_whole_number_of_any_length_keeps_its_digits(tmp_path):
+    numbers = [10**18 + 1, -(10**17) - 1, 2**64 - 1, 10**4299 + 1]
+    call = {"name": "order", "arguments": {"ids": numbers, "as text": json.dumps({"id": numbers[2]})}}
+    path = tmp_path / "a.jsonl"
+    messages = ASKS, CALLS | {"tool_calls": json.dumps([call])}, RESULT | {"content": numbers}, ANSWERS
+    path.write_text(json.dumps(minimind(*messages)))
+    [(_, value)] = records_of(path)
+    read = conversation_of(value)
+    assert read.turns[1].calls == (call,)
+    assert read.turns[2].content == json.dumps(numbers)
+    path.write_text(path.read_text().replace(str(numbers[3]), "9" * 5000))  # beyond what Python turns into a number
+    [(_, value)] = records_of(path)
+    with pytest.raises(BadRecord, match="a value that JSON cannot hold"):
+        conversation_of(value)
+
+
 def test_older_vocabulary_without_think_tokens_spells_them(tmp_path):
     folder = Path(shutil.copytree(TOKENIZER, tmp_path / "tokenizer"))
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
