@@ -76,6 +76,7 @@ def minimind_state(config: GPTConfig, state: Mapping[str, Tensor]) -> dict[str, 
     would silently assume otherwise than config says, or a number that float16 cannot hold, is a ValueError.
     """
     assumed = {"rope_theta": ROPE_THETA, "rms_norm_eps": _epsilon(config.qk_norm), "num_attention_heads": HEADS}
+    assumed["tie_word_embeddings"] = True  # it loads both tensors into one, and the second wins
     differing = [
         f"{name} is {getattr(config, name)}, MiniMind takes {value}"
         for name, value in assumed.items()

@@ -282,10 +282,14 @@ def test_tensors_go_back_to_minimind_under_the_same_names(tmp_path, generation):
 
 
 def test_what_minimind_would_silently_compute_otherwise_is_not_exported():
-    config = GPTConfig(num_attention_heads=4, rope_theta=1e4, qk_norm=True, rms_norm_eps=1e-5)
+    changes = dict(num_attention_heads=4, rope_theta=1e4, rms_norm_eps=1e-5, tie_word_embeddings=False)
+    config = GPTConfig(qk_norm=True, **changes)
     with pytest.raises(ValueError, match="cannot be a MiniMind file") as refusal:
         minimind_state(config, {})
-    for words in ("rope_theta is 10000.0", "rms_norm_eps is 1e-05, MiniMind takes 1e-06", "num_attention_heads is 4"):
+    for words in (
+        *("rope_theta is 10000.0", "rms_norm_eps is 1e-05, MiniMind takes 1e-06", "num_attention_heads is 4"),
+        "tie_word_embeddings is False, MiniMind takes True",
+    ):
         assert words in str(refusal.value)
 
 
