@@ -47,6 +47,8 @@ class Sampling:
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "top_k": (self.top_k >= 0, "0 (all) or more"),
             "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "above 0 (1: none)"),
+            # Rows and turns count up from it, and torch takes seeds below 2^64.
+            "seed": (self.seed is None or 0 <= self.seed < 2**63, "0 or more and below 2^63"),
         }
         problems = [f"{name} is {getattr(self, name)}; use {use}" for name, (fits, use) in wrong.items() if not fits]
         if problems:

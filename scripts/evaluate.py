@@ -38,6 +38,7 @@ from trainer.options import add_switch, new_parser
 
 TEXT, CHATS, QUESTIONS = "texts", "chats", "questions"
 ROW_TOKENS = {TEXT: 512, CHATS: 768}  # the training scripts' defaults
+LEAST = {"max_seq_len": 2, "batch_size": 1, "max_new_tokens": 1}  # values of the options
 NUMBER = r"(?:(?<!\d)-)?\d+(?:[.,]\d+)*"  # in 34-9 the sign is no part of the 9
 LATIN = "A-Za-z0-9\u00c0-\u024f"
 
@@ -161,8 +162,15 @@ def measure(model: GPT, tokenizer: TextTokenizer, kind: str, args: argparse.Name
 def evaluate_folder(args: argparse.Namespace) -> dict[str, float] | None:
     """Open the model and the data, and measure; what `measure` returns, None of questions.
 
-    Raises ValueError or OSError for a model, a tokenizer or data that cannot be used.
+    Raises ValueError or OSError for options, a model, a tokenizer or data that cannot be used.
     """
+    wrong = [
+        f"--{name} {value}: must be at least {least}"
+        for name, least in LEAST.items()
+        if (value := getattr(args, name)) is not None and value < least
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
     source = resolve_weights(args.folder, "FOLDER")
     tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_path, source))
     model = open_model(source).eval().to(choose_device(args.device, 0))

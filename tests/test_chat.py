@@ -316,8 +316,8 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path: Path) -> None:
 
 def test_options_that_make_no_sense_are_one_error(tmp_path: Path) -> None:
     folder = save(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"temperature is -1.*top_p is 3"):
-        chat.open_session(parsed("--load_from", folder, "--temperature", -1, "--top_p", 3))
+    with pytest.raises(ValueError, match=r"temperature is -1.*top_p is 3.*seed is 1000"):
+        chat.open_session(parsed("--load_from", folder, "--temperature", -1, "--top_p", 3, "--seed", 10**20))
     with pytest.raises(ValueError, match="--open_thinking and --empty_think exclude each other"):
         chat.open_session(parsed("--load_from", folder, "--open_thinking", 1, "--empty_think", 1))
     with pytest.raises(ValueError, match="--device nowhere"):

@@ -150,6 +150,14 @@ def test_an_adapter_is_measured_with_its_updates(tmp_path: Path) -> None:
     assert abs(adapted - plain) > 1e-3
 
 
+def test_numbers_out_of_range_are_one_error_before_anything_is_opened(tmp_path: Path) -> None:
+    options = ["--batch_size", -1, "--max_seq_len", 0, "--max_new_tokens", 0]
+    with pytest.raises(ValueError, match="--batch_size -1: must be at least 1") as refusal:
+        evaluate.evaluate_folder(parsed(tmp_path / "none", tmp_path / "none.jsonl", *options))
+    for words in ("--max_seq_len 0: must be at least 2", "--max_new_tokens 0: must be at least 1"):
+        assert words in str(refusal.value)
+
+
 def test_rows_beyond_the_models_positions_are_refused(tmp_path: Path) -> None:
     folder, texts = save(tmp_path / "model", max_position_embeddings=64), write_texts(tmp_path / "texts.jsonl", 3)
     with pytest.raises(ValueError, match="65"):
