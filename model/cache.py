@@ -60,9 +60,9 @@ class KVCache:
         return self.segments
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens of every row."""
-        if length >= self.length:
-            return
+        """Forget all but the first `length` tokens of every row; fewer stay where not every layer has seen as many."""
+        # A pass that was interrupted has added its tokens to some of the layers only: they are forgotten, too.
+        length = min(length, self.length, *(layer.length for layer in self.layers))
         self.ids = self.ids[:, :length] if length else None
         self.segments = self.segments[:, :length] if length and self.segments is not None else None
         for layer in self.layers:

@@ -142,7 +142,7 @@ def _reusable(cache: KVCache, prompt: Sequence[int]) -> int:
     most = min(len(known), len(prompt) - 1)
     shared = next((at for at in range(most) if known[at] != prompt[at]), most)
     cache.truncate(shared)
-    return shared
+    return cache.length
 
 
 # Not around the generator: between two yields its caller would run without gradients.

@@ -178,6 +178,25 @@ def test_an_answer_left_early_ends_there_and_the_conversation_goes_on(tokenizer:
     assert "".join(stopped.reply("go on"))
 
 
+@pytest.mark.parametrize("after", [0, 3])
+def test_an_interrupt_in_the_middle_of_a_pass_leaves_a_cache_that_serves(tokenizer, after: int) -> None:
+    running, passes = session(tokenizer, tiny()), []
+    "".join(running.reply("one apple"))
+
+    def interrupt(*_) -> None:
+        passes.append(1)
+        if len(passes) > after:
+            raise KeyboardInterrupt
+
+    hook = running.model.model.layers[0].mlp.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        "".join(running.reply("two pears"))
+    hook.remove()
+    fresh = session(tokenizer, running.model)
+    fresh.ids = list(running.ids)
+    assert "".join(running.reply("go on")) == "".join(fresh.reply("go on"))
+
+
 def test_a_pretrained_model_continues_each_line_after_a_start_token_only(tokenizer: TextTokenizer) -> None:
     model, seen = tiny(), []
     model.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].tolist()))
