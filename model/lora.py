@@ -1,7 +1,8 @@
 """LoRA (arXiv:2106.09685): low-rank updates of a frozen GPT's matrices, kept on disk as PEFT keeps them.
 
 An adapter folder opens with `peft.PeftModel.from_pretrained`. Beside PEFT's fields the file of tensors carries a
-fingerprint of the base model: an update means nothing on other weights.
+fingerprint of the base model, as an update means nothing on other weights, and its number of attention heads, which
+a MiniMind file does not hold.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from model.weights import ADAPTER_FILE, FREE_FIELDS, load_model, require_regular
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONFIG_FILE, WEIGHTS_FILE = ADAPTER_FILE, "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in PEFT's file
-FINGERPRINT = "base_fingerprint"
+FINGERPRINT, HEADS = "base_fingerprint", "num_attention_heads"
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,15 @@ class LoRALinear(nn.Linear):
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an adapter folder holds; `state` under the names of an adapted GPT, `base` as the saver called it."""
+    """What an adapter folder holds; `state` under the names of an adapted GPT, `base` as the saver called it.
+
+    base_fingerprint, num_attention_heads: of the base; None where the writer has not recorded them.
+    """
 
     lora: LoRAConfig
     base: str
     base_fingerprint: str | None
+    num_attention_heads: int | None
     state: dict[str, Tensor]
 
 
@@ -179,7 +184,8 @@ def save_adapter(
     (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
     tensors = {PREFIX + name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     # In the file's metadata, because PEFT warns of fields that it does not know.
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt", FINGERPRINT: base_fingerprint})
+    recorded = {FINGERPRINT: base_fingerprint, HEADS: str(model.config.num_attention_heads)}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt", **recorded})
 
 
 def read_adapter(folder: Path) -> Adapter:
@@ -199,11 +205,12 @@ def read_adapter(folder: Path) -> Adapter:
         raise ValueError(f"{path}: no LoRA adapter of this project's kind ({error}); save it again") from None
     try:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as tensors:
-            fingerprint = (tensors.metadata() or {}).get(FINGERPRINT)
+            recorded = tensors.metadata() or {}
+            heads = int(recorded[HEADS]) if HEADS in recorded else None
             state = {name.removeprefix(PREFIX): tensors.get_tensor(name) for name in sorted(tensors.keys())}
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder / WEIGHTS_FILE}: missing or damaged ({error}); copy or save it again") from None
-    return Adapter(lora, base, fingerprint, state)
+    return Adapter(lora, base, recorded.get(FINGERPRINT), heads, state)
 
 
 def is_adapter(source: Path) -> bool:
@@ -228,19 +235,28 @@ def base_folder(start: Path | None, run_dir: Path) -> Path:
     return find_base(start)
 
 
-def open_model(source: Path) -> GPT:
+def open_model(source: Path, num_attention_heads: int | None = None) -> GPT:
     """The model in a model folder, a MiniMind .pth file, or an adapter folder, there with its updates attached.
 
     In float32 and in training mode. Raises ValueError, also where an adapter's base is not found; see `find_base`.
     """
     if not is_adapter(source):
-        return load_model(source)
-    model = load_model(find_base(source))
+        return load_model(source, num_attention_heads)
+    model = load_base(source, None, num_attention_heads)
     load_adapter(model, source)
     return model
 
 
-def find_base(folder: Path) -> Path:
+def load_base(folder: Path, place: Path | None = None, num_attention_heads: int | None = None) -> GPT:
+    """The base model of an adapter folder, from `place` or from where `find_base` finds it.
+
+    num_attention_heads: of a MiniMind file, for an adapter that does not record it.
+    """
+    heads = read_adapter(folder).num_attention_heads if num_attention_heads is None else num_attention_heads
+    return load_model(place or find_base(folder, heads), heads)
+
+
+def find_base(folder: Path, num_attention_heads: int | None = None) -> Path:
     """Where the base model of an adapter folder lies now: what holds the very weights that it was trained on.
 
     The recorded place first, then where it would be if the folder of all runs, or the two folders, were moved
@@ -254,7 +270,7 @@ def find_base(folder: Path) -> Path:
     for place in (recorded, *moved):
         if place.resolve() in problems:
             continue
-        problem = _why_not_base(place, adapter.base_fingerprint)
+        problem = _why_not_base(place, adapter.base_fingerprint, num_attention_heads or adapter.num_attention_heads)
         if problem is None:
             return place
         problems[place.resolve()] = problem
@@ -265,14 +281,14 @@ def find_base(folder: Path) -> Path:
     )
 
 
-def _why_not_base(place: Path, fingerprint: str) -> str | None:
+def _why_not_base(place: Path, fingerprint: str, num_attention_heads: int | None) -> str | None:
     """What is wrong with a place as the base of this fingerprint; None: nothing."""
     if not place.exists():
         return "is not there"
     if is_adapter(place):
         return "is an adapter"
     try:
-        found = base_fingerprint(load_model(place))
+        found = base_fingerprint(load_model(place, num_attention_heads))
     except ValueError as error:
         return f"cannot be loaded ({error})"
     return None if found == fingerprint else "holds other weights"

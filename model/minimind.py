@@ -47,6 +47,8 @@ def read_minimind(path: Path, num_attention_heads: int | None = None) -> tuple[G
     counts as the weights in it. A mixture of experts, or tensors too many, too few or of a wrong shape are a
     ValueError. Unpickles tensors only, so a file from a stranger runs no code.
     """
+    if num_attention_heads is not None and num_attention_heads < 1:
+        raise ValueError(f"{path}: {num_attention_heads} attention heads asked for; at least 1 is needed")
     state = _read_tensors(path)
     experts = [name for name in state if EXPERTS.search(name)]
     if experts:

@@ -1,6 +1,7 @@
 """A transformers model folder (config.json and safetensors, Llama or Qwen3) to and from a GPT; MiniMind's files too."""
 
 import json
+import logging
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
@@ -15,6 +16,8 @@ from torch import Tensor
 from model.gpt import GPT, GPTConfig
 from model.minimind import read_minimind
 from model.names import Shapes, plain_name, plain_names, require_shapes, shapes_of
+
+log = logging.getLogger(__name__)
 
 COPIED_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 ADAPTER_FILE = "adapter_config.json"
@@ -140,11 +143,27 @@ def load_model_folder(folder: Path) -> GPT:
     return model
 
 
-def load_model(source: Path) -> GPT:
-    """As load_model_folder, also of a MiniMind .pth file."""
+def load_model(source: Path, num_attention_heads: int | None = None) -> GPT:
+    """As load_model_folder, also of a MiniMind .pth file, which may not hold the number of heads: then it is asked for.
+
+    A ValueError where another number than the one that is there is asked for.
+    """
     if not source.is_file():
-        return load_model_folder(source)
-    config, state = read_minimind(source)
+        model = load_model_folder(source)
+        if num_attention_heads not in (None, model.config.num_attention_heads):
+            raise ValueError(
+                f"{source} has {model.config.num_attention_heads} attention heads, and {num_attention_heads} are asked "
+                "for; leave --num_attention_heads out"
+            )
+        return model
+    config, state = read_minimind(source, num_attention_heads)
+    if num_attention_heads is None and not config.qk_norm:
+        log.warning(
+            "%s does not say how many attention heads it has: %d are taken, as all published models have; "
+            "--num_attention_heads for another number",
+            source,
+            config.num_attention_heads,
+        )
     model = GPT(config)
     model.load_state_dict(state)
     return model

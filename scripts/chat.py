@@ -43,6 +43,9 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--tokenizer_path", default=None, help="folder with tokenizer.json, if not the model's own")
     parser.add_argument(
+        "--num_attention_heads", type=int, default=None, help="of a MiniMind .pth without QK-norm (none given: 8)"
+    )
+    parser.add_argument(
         "--mode",
         choices=("chat", "continue"),
         default=None,
@@ -228,7 +231,7 @@ def open_session(args: argparse.Namespace) -> Session:
     stop_ids = frozenset((tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id))
     how = Sampling(stop_ids=stop_ids, **{name: getattr(args, name) for name in names})
     opening, header = opening_of(args.system, args.tools), header_ids(tokenizer, args.open_thinking, args.empty_think)
-    model = open_model(folder).eval()
+    model = open_model(folder, args.num_attention_heads).eval()
     require_matching(tokenizer, model.config.vocab_size, folder if folder.is_dir() else None)
     try:
         model.to(args.device, getattr(torch, args.dtype))

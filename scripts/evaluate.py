@@ -50,6 +50,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("data", nargs="+", help="files, folders or patterns of one kind: texts, chats or questions")
     parser.add_argument("--tokenizer_path", default=None, help="folder with tokenizer.json, if not the model's own")
     parser.add_argument(
+        "--num_attention_heads", type=int, default=None, help="of a MiniMind .pth without QK-norm (none given: 8)"
+    )
+    parser.add_argument(
         "--max_seq_len", type=int, default=None, help="tokens per row (none given: 512 of texts, 768 of chats)"
     )
     parser.add_argument("--batch_size", type=int, default=16, help="rows, or questions, at once")
@@ -173,7 +176,7 @@ def evaluate_folder(args: argparse.Namespace) -> dict[str, float] | None:
         raise ValueError("; ".join(wrong))
     source = resolve_weights(args.folder, "FOLDER")
     tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_path, source))
-    model = open_model(source).eval().to(choose_device(args.device, 0))
+    model = open_model(source, args.num_attention_heads).eval().to(choose_device(args.device, 0))
     require_matching(tokenizer, model.config.vocab_size, source if source.is_dir() else None)
     kind = kind_of(record for _, record in islice(records_of(args.data, args.encoding), 100))
     if kind != QUESTIONS:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dataset.tokenizer import TextTokenizer, load_tokenizer, require_matching, tokenizer_folder
 from model.gpt import GPT
-from model.lora import find_base, is_adapter, load_adapter, merge_lora
+from model.lora import is_adapter, load_adapter, load_base, merge_lora
 from model.minimind import minimind_state
 from model.weights import load_model, save_model_folder
 from trainer.checkpoint import resolve_weights, write_json
@@ -44,6 +44,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--merge_lora", action="store_true", help="add an adapter's updates to the weights of its base")
     parser.add_argument("--base", default=None, help="base of the adapter, if not where the adapter says")
     parser.add_argument("--tokenizer_path", default=None, help="folder with tokenizer.json, if not the source's own")
+    parser.add_argument(
+        "--num_attention_heads", type=int, default=None, help="of a MiniMind .pth without QK-norm (none given: 8)"
+    )
     return parser
 
 
@@ -56,7 +59,7 @@ def export(args: argparse.Namespace) -> str:
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise ValueError(f"{target} is there already; give another name, nothing is overwritten")
     source = resolve_weights(args.source, "SOURCE")
-    model = opened(source, args.merge_lora, args.base).eval()
+    model = opened(source, args.merge_lora, args.base, args.num_attention_heads).eval()
     before = logits(model)
     write = minimind_writer(args) if target.suffix == MINIMIND_SUFFIX else folder_writer(args, source, model)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -83,15 +86,15 @@ def export(args: argparse.Namespace) -> str:
     )
 
 
-def opened(source: Path, merge: bool, base: str | None) -> GPT:
+def opened(source: Path, merge: bool, base: str | None, num_attention_heads: int | None) -> GPT:
     """The plain model to export, in float32. Raises ValueError where the source and the options do not go together."""
     if not is_adapter(source):
         if merge or base:
             raise ValueError(f"{source} is no adapter folder (or it is merged already); leave out --merge_lora, --base")
-        return load_model(source)
+        return load_model(source, num_attention_heads)
     if not merge:
         raise ValueError(f"{source} is an adapter; --merge_lora adds it to its base and writes a plain model")
-    model = load_model(resolve_weights(base, "--base") if base else find_base(source))
+    model = load_base(source, resolve_weights(base, "--base") if base else None, num_attention_heads)
     load_adapter(model, source)
     merge_lora(model)
     return model
@@ -121,7 +124,7 @@ def minimind_writer(args: argparse.Namespace) -> Writer:
 
     def write(path: Path, model: GPT) -> tuple[torch.dtype, Callable[[], Tensor]]:
         torch.save(minimind_state(model.config, model.state_dict()), path)
-        return torch.float16, lambda: logits(load_model(path).eval())
+        return torch.float16, lambda: logits(load_model(path, model.config.num_attention_heads).eval())
 
     return write
 

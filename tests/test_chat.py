@@ -320,7 +320,9 @@ def test_a_minimind_file_chats_with_a_tokenizer_that_is_named(tmp_path: Path) ->
     torch.save(minimind_state(config, lively(GPT(config)).state_dict()), path)
     with pytest.raises(ValueError, match="no tokenizer beside it"):
         chat.open_session(parsed("--load_from", path))
-    assert "".join(chat.open_session(parsed("--load_from", path, "--tokenizer_path", TOKENIZER)).reply("hello"))
+    options = ["--load_from", path, "--tokenizer_path", TOKENIZER]
+    assert "".join(chat.open_session(parsed(*options)).reply("hello"))
+    assert chat.open_session(parsed(*options, "--num_attention_heads", 4)).model.config.num_attention_heads == 4
 
 
 def test_a_tokenizer_that_is_not_the_models_is_refused(tmp_path: Path) -> None:

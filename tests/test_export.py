@@ -120,6 +120,24 @@ def test_a_minimind_file_holds_the_same_model(tmp_path: Path) -> None:
     assert load_model_folder(tmp_path / "back").config.num_attention_heads == 8
 
 
+def test_a_minimind_files_heads_are_those_that_are_named_or_the_guess_is_said(tmp_path: Path, caplog) -> None:
+    pytest.importorskip("transformers")
+    kept = load_model_folder(save(tmp_path / "model")).state_dict()
+    torch.save({name: tensor.half() for name, tensor in kept.items()}, tmp_path / "h4.pth")
+    exported(tmp_path / "h4.pth", tmp_path / "guessed", "--tokenizer_path", TOKENIZER)
+    assert "h4.pth does not say how many attention heads it has: 8 are taken" in caplog.text
+    caplog.clear()
+    heads = ["--num_attention_heads", 4]
+    exported(tmp_path / "h4.pth", tmp_path / "named", "--tokenizer_path", TOKENIZER, *heads)
+    assert "attention heads" not in caplog.text
+    found = [load_model_folder(tmp_path / name).config.num_attention_heads for name in ("guessed", "named")]
+    assert found == [8, 4]
+    with pytest.raises(ValueError, match="-1 attention heads asked for"):
+        exported(tmp_path / "h4.pth", tmp_path / "none", "--num_attention_heads", -1)
+    with pytest.raises(ValueError, match="guessed has 8 attention heads, and 4 are asked for"):
+        exported(tmp_path / "guessed", tmp_path / "none", *heads)
+
+
 def test_what_a_minimind_file_cannot_say_is_refused_in_a_line(tmp_path: Path) -> None:
     source = save(tmp_path / "model")
     with pytest.raises(ValueError, match="cannot be a MiniMind file: num_attention_heads is 4, MiniMind takes 8"):

@@ -345,6 +345,20 @@ def test_a_base_is_found_again_from_anywhere_when_it_moved_with_its_adapter(tmp_
     assert torch.equal(logits(open_model(adapter)), logits(adapted()))
 
 
+def test_an_adapter_of_a_minimind_file_knows_the_number_of_heads_that_the_file_does_not(tmp_path):
+    model = adapted()  # of 4 heads, where 8 is the number of all published files
+    torch.save(base_model().state_dict(), tmp_path / "sft_64.pth")
+    adapter = save(tmp_path / "lora", model, base=str(tmp_path / "sft_64.pth"))
+    assert read_adapter(adapter).num_attention_heads == 4
+    assert torch.equal(logits(open_model(adapter).eval()), logits(model))
+    # An adapter from before the number was recorded.
+    path = adapter / "adapter_model.safetensors"
+    save_file(load_file(path), path, metadata={"base_fingerprint": base_fingerprint(model)})
+    with pytest.raises(ValueError, match=r"sft_64\.pth holds other weights"):
+        open_model(adapter)
+    assert torch.equal(logits(open_model(adapter, num_attention_heads=4).eval()), logits(model))
+
+
 def test_other_weights_at_the_recorded_place_are_passed_over(tmp_path, monkeypatch):
     base, adapter = base_and_adapter(tmp_path / "project")
     here = tmp_path / "here"
