@@ -221,11 +221,14 @@ def is_adapter(source: Path) -> bool:
 def base_folder(start: Path | None, run_dir: Path) -> Path:
     """Where the base lies of a run that begins with `start`: there, or, where it is the run's own adapter, its base's.
 
-    Raises ValueError where there is none, or `start` is another run's adapter.
+    Raises ValueError where there is none, where it lies in the run's own folder, or `start` is another run's adapter.
     """
     if start is None:
         raise ValueError("--from_weight none: LoRA adapts a model that is trained already; give its folder")
     if not is_adapter(start):
+        # A run deletes its older checkpoints, and is set aside by its name when it begins anew.
+        if run_dir.resolve() in (start.resolve(), *start.resolve().parents):
+            raise ValueError(f"--from_weight {start} lies in the run's own folder {run_dir}; give another --out_dir")
         return start
     if start.parent.resolve() != run_dir.resolve():
         raise ValueError(

@@ -270,6 +270,17 @@ def test_a_base_must_be_a_trained_model_and_no_adapter(
     assert "choose from q_proj" in refused(caplog, *options, "--lora_targets", "lm_head")
 
 
+@pytest.mark.parametrize("resume", [0, 1])
+def test_a_base_inside_the_run_s_own_folder_is_refused_and_stays(
+    options: list, base: Path, caplog: pytest.LogCaptureFixture, resume: int
+) -> None:
+    here = ["--out_dir", base.parent, "--from_weight", base, "--resume_from_checkpoint", resume]
+    message = refused(caplog, *options, *here)
+    assert f"--from_weight {base} lies in the run's own folder" in message
+    assert "give another --out_dir" in message
+    assert load_model_folder(base)
+
+
 def test_the_defaults_and_minimind_s_names() -> None:
     args = parse_options(train_lora.options(), [])
     assert (args.lora_targets.split(","), args.from_weight, args.out_dir) == (list(TARGETS), "out/sft", "out/lora")
