@@ -28,7 +28,9 @@ from trainer.checkpoint import MANIFEST, newest_valid, read_json, resolve_weight
 from trainer.options import add_switch, new_parser
 
 RUNS = ("out/lora", "out/sft", "out/pretrain")
-CHAT_STAGES = ("sft", "lora")
+LORA = "lora"
+CHAT_STAGES = ("sft", LORA)
+STAGE = "training_stage"  # a field of config.json that transformers keeps and ignores
 TOOL_COMMAND = "/tool "
 BROKEN = "\ufffd"  # what undecodable bytes become
 
@@ -211,15 +213,23 @@ def model_folder(load_from: str | None) -> Path:
     return resolve_weights(load_from, "--load_from")
 
 
-def was_trained_to_chat(folder: Path) -> bool:
-    """Whether a checkpoint's manifest says so. An adapter is, and a folder from elsewhere does not tell: no."""
+def stage_of(folder: Path) -> str | None:
+    """The stage that a folder's weights were trained in last: pretrain, sft or lora; None where it does not tell.
+
+    A checkpoint's manifest tells, or STAGE in the config.json of an export.
+    """
     if is_adapter(folder):
-        return True
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return manifest["fingerprint"]["stage"] in CHAT_STAGES
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return LORA
+    for name, keys in ((MANIFEST, ("fingerprint", "stage")), (CONFIG_FILE, (STAGE,))):
+        try:
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+            for key in keys:
+                found = found[key]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if isinstance(found, str):
+            return found
+    return None
 
 
 def open_session(args: argparse.Namespace) -> Session:
@@ -237,7 +247,7 @@ def open_session(args: argparse.Namespace) -> Session:
         model.to(args.device, getattr(torch, args.dtype))
     except RuntimeError as problem:
         raise ValueError(f"--device {args.device}: {problem}") from problem
-    chats = was_trained_to_chat(folder) if args.mode is None else args.mode == "chat"
+    chats = stage_of(folder) in CHAT_STAGES if args.mode is None else args.mode == "chat"
     size = sum(weight.numel() for weight in model.parameters())
     doing = "chatting" if chats else "continuing plain text (--mode chat for a model that answers)"
     say(f"{folder}: {size / 1e6:.1f} M parameters, {doing}; /reset begins anew, /exit leaves")

@@ -1,13 +1,14 @@
 """Give a model away: `python -m scripts.export SOURCE TARGET`
 
 SOURCE: a run's, a checkpoint's or any transformers Llama or Qwen3 folder, a MiniMind .pth, or with --merge_lora a LoRA
-adapter's folder. TARGET: a new folder for transformers with the weights, the tokenizer and its chat template and
-nothing of the training, or a name ending in .pth: MiniMind's file, in float16 and under its names. What was written is
-read back and compared before it gets its name.
+adapter's folder. TARGET: a new folder for transformers with the weights, the tokenizer and its chat template, and of
+the training no more than its stage, or a name ending in .pth: MiniMind's file, in float16 and under its names. What was
+written is read back and compared before it gets its name.
 """
 
 import argparse
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +20,9 @@ from dataset.tokenizer import TextTokenizer, load_tokenizer, require_matching, t
 from model.gpt import GPT
 from model.lora import is_adapter, load_adapter, load_base, merge_lora
 from model.minimind import minimind_state
-from model.weights import load_model, save_model_folder
-from trainer.checkpoint import resolve_weights, write_json
+from model.weights import CONFIG_FILE, load_model, save_model_folder
+from scripts.chat import CHAT_STAGES, STAGE, stage_of
+from trainer.checkpoint import read_json, resolve_weights, write_json
 from trainer.options import new_parser
 
 MINIMIND_SUFFIX = ".pth"
@@ -51,7 +53,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def export(args: argparse.Namespace) -> str:
-    """Write what the options name, whole and verified or not at all; return a sentence about it.
+    """Write what the options name, whole and verified or not at all; return a sentence and how to talk to it.
 
     Raises ValueError or OSError.
     """
@@ -83,7 +85,23 @@ def export(args: argparse.Namespace) -> str:
         f"{target}: {size / 1e6:.1f} M parameters in {str(dtype).removeprefix('torch.')} from {source}; read back, its "
         f"logits at {before[..., 0].numel()} positions differ by at most {difference:.3g} (allowed: {bound:.3g})"
         + (f"; the rounding to {str(dtype).removeprefix('torch.')} changed them by {rounding:.3g}" if rounding else "")
+        + f"\n{how_to_talk(target, source, args.tokenizer_path)}"
     )
+
+
+def how_to_talk(target: Path, source: Path, tokenizer_path: str | None) -> str:
+    """The command that talks to what was exported."""
+    command = ["python", "-m", "scripts.chat", "--load_from", str(target)]
+    stage, is_file = stage_of(source), target.suffix == MINIMIND_SUFFIX
+    if is_file:
+        known = tokenizer_path or (str(source) if source.is_dir() else "FOLDER")
+        command += ["--tokenizer_path", known]
+    if stage in CHAT_STAGES:
+        # MiniMind's file holds tensors alone and cannot tell.
+        return f"talk to it: {shlex.join([*command, '--mode', 'chat'] if is_file else command)}"
+    if stage is None:
+        return f"let it continue text, or with --mode chat answer: {shlex.join(command)}"
+    return f"let it continue text: {shlex.join(command)}"
 
 
 def opened(source: Path, merge: bool, base: str | None, num_attention_heads: int | None) -> GPT:
@@ -111,7 +129,7 @@ def folder_writer(args: argparse.Namespace, source: Path, model: GPT) -> Writer:
     dtype = getattr(torch, args.dtype or "float32")
 
     def write(folder: Path, model: GPT) -> tuple[torch.dtype, Callable[[], Tensor]]:
-        write_folder(folder, model, tokenizer, dtype)
+        write_folder(folder, model, tokenizer, dtype, stage_of(source))
         return dtype, lambda: transformers_logits(folder, model)
 
     return write
@@ -129,14 +147,20 @@ def minimind_writer(args: argparse.Namespace) -> Writer:
     return write
 
 
-def write_folder(folder: Path, model: GPT, tokenizer: TextTokenizer, dtype: torch.dtype) -> None:
-    """Write a model and its tokenizer as transformers does. Raises ValueError for numbers that dtype cannot hold."""
+def write_folder(folder: Path, model: GPT, tokenizer: TextTokenizer, dtype: torch.dtype, stage: str | None) -> None:
+    """Write a model and its tokenizer as transformers does, and the stage that it was trained in last.
+
+    Raises ValueError for numbers that dtype cannot hold.
+    """
     state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     too_large = [name for name, tensor in state.items() if not tensor.isfinite().all()]
     if too_large:
         raise ValueError(f"{len(too_large)} tensors do not fit into {dtype} (as {too_large[0]}); use --dtype float32")
     ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
     save_model_folder(folder, model.config, state, **ids)
+    if stage is not None:
+        # Without a manifest nothing else would tell scripts.chat whether it answers.
+        write_json(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE) | {STAGE: stage})
     tokenizer.save(folder)
     write_json(folder / "generation_config.json", {name.replace("_", "_token_"): token for name, token in ids.items()})
 

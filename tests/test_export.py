@@ -11,7 +11,7 @@ from dataset.tokenizer import load_tokenizer
 from model.gpt import GPT, GPTConfig
 from model.lora import LoRAConfig, attach_lora, base_fingerprint, lora_parameters, open_model, save_adapter
 from model.weights import load_model, load_model_folder, save_model_folder
-from scripts import export
+from scripts import chat, export
 from tests.conftest import ROOT, lively
 from trainer.checkpoint import write_checkpoint
 
@@ -157,6 +157,42 @@ def test_a_merged_adapter_is_a_plain_model_with_the_adapted_ones_logits(tmp_path
             for model in (load_model(tmp_path / "base"), open_model(source), load_model(tmp_path / "merged"))
         )
     assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max() < (base - wanted).abs().max()
+
+
+@pytest.mark.parametrize(("stage", "chats"), [("pretrain", False), ("sft", True), ("lora", True), (None, False)])
+def test_an_export_is_talked_to_as_it_was_trained(tmp_path: Path, stage: str | None, chats: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    run, targets = tmp_path / "run", [tmp_path / "first", tmp_path / "again"]
+    run.mkdir()
+    if stage is None:
+        source = save(run / "foreign")
+    elif stage == "lora":
+        source = adapter(run / "adapter", save(tmp_path / "base"))
+    else:
+        source = write_checkpoint(run, 7, save, {"stage": stage}, lambda: None)
+    said = exported(source, targets[0], *(["--merge_lora"] if stage == "lora" else []))
+    told = f"python -m scripts.chat --load_from {targets[0]}"
+    assert said.endswith(f": {told}")
+    assert ("talk to it" in said) == chats
+    assert ("--mode chat" in said) == (stage is None)
+    exported(targets[0], targets[1])  # it stays in an export of an export
+    for target in targets:
+        assert chat.stage_of(target) == stage
+        assert chat.open_session(chat.options().parse_args(["--load_from", str(target)])).chats == chats
+    # And in what transformers makes of it.
+    transformers.AutoModelForCausalLM.from_pretrained(targets[0]).save_pretrained(tmp_path / "theirs")
+    assert chat.stage_of(tmp_path / "theirs") == stage
+
+
+def test_a_minimind_file_cannot_tell_so_the_command_that_talks_to_it_does(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    sizes = {"num_attention_heads": 8, "qk_norm": True, "rms_norm_eps": 1e-6}
+    step = write_checkpoint(run, 7, lambda folder: save(folder, **sizes) and None, {"stage": "sft"}, lambda: None)
+    said = exported(run, tmp_path / "full_sft_64.pth")
+    command = said.partition("talk to it: python -m scripts.chat ")[2].split()
+    assert command == ["--load_from", f"{tmp_path}/full_sft_64.pth", "--tokenizer_path", str(step), "--mode", "chat"]
+    assert chat.open_session(chat.options().parse_args(command)).chats
 
 
 def test_an_adapter_is_merged_once_and_into_its_own_base_only(tmp_path: Path) -> None:

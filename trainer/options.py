@@ -96,7 +96,7 @@ def add_run_options(
         "--keep_checkpoints",
         type=int,
         default=keep_checkpoints,
-        help="newest checkpoints to keep; besides, the one of best validation loss and one that is 10 steps old or more",
+        help="newest checkpoints to keep; besides, the one of best validation loss and one that is 10 steps old",
     )
     add_switch(
         run,
