@@ -19,6 +19,7 @@ from trainer.checkpoint import (
     newest_valid,
     prune,
     read_json,
+    resolve_weights,
     save_tensors,
     step_folders,
     verify,
@@ -243,6 +244,34 @@ def test_steps_are_ordered_by_number_and_other_names_are_left_alone(tmp_path: Pa
     assert newest_valid(tmp_path / "absent", owner=True) is None
     with pytest.raises(ValueError, match="not a step folder"):
         checkpoint_step(tmp_path / "step_1")
+
+
+def test_a_run_without_a_checkpoint_says_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    run = Path("out/pretrain")
+    run.mkdir(parents=True)
+    (run / "events.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"^--from_weight out/pretrain: the run has no checkpoint; train it first$"):
+        resolve_weights("out/pretrain")
+    write_json(run / "exit.json", {"code": 78, "reason": "no such data\nand more"})
+    with pytest.raises(ValueError, match=r"has no checkpoint \(it ended with code 78: no such data\); train it first$"):
+        resolve_weights("out/pretrain")
+    (run / "exit.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"has no checkpoint; train it first$"):
+        resolve_weights("out/pretrain")
+    commit(run, 5)
+    assert resolve_weights("out/pretrain") == run / "step_00000005"
+
+
+def test_a_folder_that_is_not_there_is_guessed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("out/quickstart/sft").mkdir(parents=True)
+    Path("out/mine").mkdir()
+    for given, meant in (("mine", "out/mine"), ("out/sft", "out/quickstart/sft"), ("sft", "out/quickstart/sft")):
+        with pytest.raises(ValueError, match=rf"{given}: no such folder .*; did you mean {meant}\?$"):
+            resolve_weights(given)
+    with pytest.raises(ValueError, match=r"; give a run's, a checkpoint's or a transformers folder$"):
+        resolve_weights("out/lora")
 
 
 def test_pruning_keeps_the_newest_and_the_pinned(tmp_path: Path):

@@ -132,15 +132,28 @@ def resolve_weights(name: str, option: str = "--from_weight") -> Path:
     if folder.is_file():
         return folder  # of another project: whoever reads it judges it
     if not folder.is_dir():
-        hint = f"did you mean out/{name}?" if (Path("out") / name).is_dir() else "give a run's, a checkpoint's or a "
-        hint += "" if hint.endswith("?") else "transformers folder"
+        # A name alone, or what the quick start calls by the same name.
+        meant = [place for place in (Path("out") / name, Path("out/quickstart") / folder.name) if place.is_dir()]
+        hint = f"did you mean {meant[0]}?" if meant else "give a run's, a checkpoint's or a transformers folder"
         raise ValueError(f"{option} {name}: no such folder (looked from {Path.cwd()}); {hint}")
     if not step_folders(folder):
+        if (folder / "events.jsonl").is_file():  # what a run writes first
+            raise ValueError(f"{option} {name}: the run has no checkpoint{_ending_of(folder)}; train it first")
         return folder
     newest = newest_valid(folder, owner=False)
     if newest is None:
         raise ValueError(f"{option} {name}: none of its checkpoints is valid; give an older copy")
     return newest
+
+
+def _ending_of(run_dir: Path) -> str:
+    """How a run ended, in brackets; nothing where it does not say."""
+    try:
+        ending = read_json(run_dir / "exit.json")
+        reason = str(ending["reason"]).split("\n")[0]
+        return f" (it ended with code {ending['code']}: {reason})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def prune(run_dir: Path, keep: int, pinned: Collection[int]) -> None:
