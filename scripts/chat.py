@@ -1,13 +1,14 @@
 """Talk to a trained model: `python -m scripts.chat` takes the newest of out/lora, out/sft and out/pretrain.
 
-A model that was trained on plain text only continues each line by itself. Lines may come from a pipe; answers go to
-standard output, everything else to standard error. /reset begins a new conversation, /exit leaves, and
-"/tool RESULT" gives what a tool that the model has called returned.
+The runs of the quick start, in out/quickstart, count too. A model that was trained on plain text only continues each
+line by itself. Lines may come from a pipe; answers go to standard output, everything else to standard error. /reset
+begins a new conversation, /exit leaves, and "/tool RESULT" gives what a tool that the model has called returned.
 """
 
 import argparse
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,11 +28,12 @@ from model.weights import CONFIG_FILE
 from trainer.checkpoint import MANIFEST, newest_valid, read_json, resolve_weights, step_folders
 from trainer.options import add_switch, new_parser
 
-RUNS = ("out/lora", "out/sft", "out/pretrain")
+RUNS = ("out/lora", "out/sft", "out/pretrain", "out/quickstart/lora", "out/quickstart/sft", "out/quickstart/pretrain")
 LORA = "lora"
 CHAT_STAGES = ("sft", LORA)
 STAGE = "training_stage"  # a field of config.json that transformers keeps and ignores
 TOOL_COMMAND = "/tool "
+UNKNOWN_COMMAND = re.compile(r"/[A-Za-z]+(?!\S)")  # where it is none of the others; /usr/bin is text
 BROKEN = "\ufffd"  # what undecodable bytes become
 
 
@@ -278,6 +280,8 @@ def talk(session: Session, lines: Iterator[str]) -> None:
         if command == "/reset":
             session.reset()
             say("a new conversation")
+        elif (name := UNKNOWN_COMMAND.match(line)) and not command.startswith(TOOL_COMMAND):
+            say(f"unknown command {name[0]}; /reset, /exit, /tool TEXT (begin a line with a blank to send it as text)")
         elif command.startswith(TOOL_COMMAND) and not session.chats:
             say("a model that continues plain text takes no results of tools; --mode chat")
         elif command:

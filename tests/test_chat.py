@@ -155,6 +155,19 @@ def test_tools_and_their_results_are_told_as_the_template_tells_them(tmp_path: P
     assert running.tokenizer.control_id("<tool_response>") in running.ids
 
 
+@pytest.mark.parametrize("chats", [False, True])
+def test_an_unknown_command_is_named_and_not_answered(tokenizer, capsys: pytest.CaptureFixture, chats: bool) -> None:
+    chat.talk(session(tokenizer, tiny(), chats=chats), iter(["/quit", "/Help me", "/tool", "/exit now"]))
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    for name in ("/quit", "/Help", "/tool", "/exit"):
+        assert f"unknown command {name}; /reset, /exit, /tool TEXT" in printed.err
+    chat.talk(session(tokenizer, tiny(), chats=chats), iter([" /quit", "/usr/bin", "/", "/你好"]))
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") >= 4
+    assert "unknown" not in printed.err
+
+
 def test_a_tools_result_means_nothing_to_plain_text(tokenizer, capsys: pytest.CaptureFixture) -> None:
     chat.talk(session(tokenizer, tiny(), chats=False), iter(["/tool 12"]))
     printed = capsys.readouterr()
@@ -258,8 +271,11 @@ def test_bytes_that_never_make_a_character_are_shown_at_the_end(tokenizer: TextT
 
 def test_the_newest_run_is_found_and_its_newest_whole_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="no model in any of out/lora, out/sft, out/pretrain"):
+    with pytest.raises(ValueError, match="no model in any of out/lora, out/sft, out/pretrain, out/quickstart/lora"):
         chat.model_folder(None)
+    quick = checkpoint(Path("out/quickstart/sft"), 9, "sft")
+    assert chat.model_folder(None) == quick
+    os.utime(quick, (1e8, 1e8))
     sft = checkpoint(Path("out/sft"), 7, "sft")
     pretrain = [checkpoint(Path("out/pretrain"), step, "pretrain") for step in (5, 6)]
     for age, folder in enumerate((pretrain[1], sft)):
