@@ -263,10 +263,10 @@ def test_only_what_may_help_and_is_wanted_is_requeued(cluster: Cluster) -> None:
     stopped_at = long.lines()
     long.until(lambda: long.lines() > stopped_at, "the next step")
     # Cancelled: saved, and not brought back.
-    said = len(long.text())
     cluster.ask("scancel", long.id)
-    assert long.wait()[0] == "CANCELLED", long.text()
-    until(lambda: "(exit code 75)" in long.text()[said:], 30, "the save")
+    busy = ("squeue", "--noheader", "--states=RUNNING,COMPLETING", f"--jobs={long.id}")
+    until(lambda: not cluster.ask(*busy), 60, "the batch script to end")
+    assert long.field("JobState") == "CANCELLED", long.text()
     assert exit_code(long) == 75
     assert hopeless.wait() == ("FAILED", "78:0"), hopeless.text()
     assert failing.wait() == ("FAILED", "1:0"), failing.text()
