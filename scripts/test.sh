@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv if needed, installs what the tests need, checks style and runs the tests.
 #   bash scripts/test.sh           the core suite, under 10 minutes on 2 cores
-#   bash scripts/test.sh --all     also the tests that start, kill and resume real runs, under 40 minutes; as root on
+#   bash scripts/test.sh --all     also the tests that start, kill and resume real runs, under 35 minutes; as root on
 #                                  Debian or Ubuntu it installs the system packages that some of them need
 #   bash scripts/test.sh ARGS...   the arguments go to pytest, as in: tests/test_model.py -x
 set -euo pipefail

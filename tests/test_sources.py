@@ -5,13 +5,18 @@ import logging
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tests.conftest import TINY, final_bytes, train, write_texts
+from model.gpt import GPT
+from model.weights import load_config, save_model_folder
+from tests.conftest import TINY, Peers, final_bytes, lively, on_ranks, train, write_texts
 from tests.test_evaluation import validations
 from tests.test_resume import cut_back
-from trainer import advice, run
+from trainer import advice, evaluation, run
+from trainer.checkpoint import load_tensors, step_folders
 
 
 @pytest.fixture
@@ -77,6 +82,61 @@ def test_the_loss_before_step_1_is_without_dropout(tmp_path: Path, given, caplog
         assert train(*given[:at], *given[at + 3 :], "--max_steps", 1, "--dropout", share, "--out_dir", out_dir) == 0
     plain, dropping = (r.getMessage() for r in caplog.records if r.getMessage().startswith("loss before step 1"))
     assert plain == dropping
+
+
+def test_a_run_from_weights_that_only_guess_says_so_and_goes_on(tmp_path: Path, options: list, caplog) -> None:
+    assert train(*options, "--max_steps", 1, "--out_dir", tmp_path / "base") == 0
+    weights = step_folders(tmp_path / "base")[-1]
+    config = load_config(weights)
+    torch.manual_seed(5)
+    save_model_folder(weights, config, lively(GPT(config), seed=5).state_dict())
+    (weights / "manifest.json").unlink()
+    assert train(*options, "--from_weight", weights, "--max_steps", 1, "--out_dir", tmp_path / "run") == 0
+    assert "no better than guessing among 6,400 tokens" in caplog.text
+
+
+def test_given_weights_that_are_not_finite_are_refused(tmp_path: Path, options: list, caplog) -> None:
+    assert train(*options, "--max_steps", 1, "--out_dir", tmp_path / "base") == 0
+    weights = step_folders(tmp_path / "base")[-1]
+    tensors = load_tensors(weights / "model.safetensors")
+    tensors["model.norm.weight"] = torch.full((64,), torch.nan)
+    save_model_folder(weights, load_config(weights), tensors)
+    (weights / "manifest.json").unlink()
+    assert train(*options, "--from_weight", weights, "--max_steps", 3, "--out_dir", tmp_path / "run") == 78
+    assert "the given weights have a loss of nan" in caplog.text
+
+
+def prove_on_two_ranks(peers: Peers, arguments: list[object]) -> None:
+    peers.new_group()
+    assert train(*arguments) == 0
+
+
+def test_the_loss_before_step_1_is_that_of_the_whole_step_on_two_ranks_too(
+    tmp_path: Path, given: list, caplog, capfd
+) -> None:
+    caplog.set_level(logging.INFO)
+    at = given.index("--val_path")
+    arguments = [*given[:at], *given[at + 3 :], "--max_steps", 1, "--dtype", "float32"]
+    assert train(*arguments, "--batch_size", 4, "--out_dir", tmp_path / "one") == 0
+    (alone,) = (r.getMessage() for r in caplog.records if r.getMessage().startswith("loss before step 1"))
+    on_ranks(2, prove_on_two_ranks, [*arguments, "--out_dir", tmp_path / "two"])
+    assert alone in capfd.readouterr().err
+
+
+def test_forgetting_begins_above_five_percent() -> None:
+    assert advice.forgetting(2.0, 2.0999, "general") is None
+    assert advice.forgetting(2.0, 1.0, "general") is None
+    assert "the validation loss on general, the general data, was 2.0000 and is 2.1010" in advice.forgetting(
+        2.0, 2.101, "general"
+    )
+
+
+def test_shares_of_several_sets_need_not_sum_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = [SimpleNamespace(name=name, share=share) for name, share in (("a", 3.0), ("b", 1.0))]
+    losses = {"a": 2.0, "b": 6.0}
+    monkeypatch.setattr(evaluation, "evaluate", lambda module, loss_sum, part, sum_: {"val_loss": losses[part.name]})
+    result = evaluation.evaluate_all(None, None, sets, None)
+    assert result == {"val_loss": 3.0, "val_loss/a": 2.0, "val_loss/b": 6.0}
 
 
 def test_weights_that_only_guess_are_told(caplog: pytest.LogCaptureFixture) -> None:

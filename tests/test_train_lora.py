@@ -1,6 +1,7 @@
 """train_lora.py: it begins as its base, moves the adapter alone, and goes on exactly where it was."""
 
 import json
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -84,6 +85,16 @@ def val_loss(run_dir: Path) -> float:
 def test_a_run_begins_with_the_outputs_of_its_base_bit_for_bit(options: list, base: Path, tmp_path: Path) -> None:
     assert adapt(*options, "--max_steps", 1, "--learning_rate", 0) == 0
     assert torch.equal(logits(open_model(step_folders(tmp_path / "lora")[-1])), logits(load_model_folder(base)))
+
+
+def test_a_run_says_how_many_parameters_it_trains(options: list, tmp_path: Path, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    assert adapt(*options, "--max_steps", 1) == 0
+    state = load_file(step_folders(tmp_path / "lora")[-1] / "adapter_model.safetensors")
+    trained = sum(tensor.numel() for tensor in state.values())
+    assert (
+        f"parameters, {trained:,} of them trained; a checkpoint takes about {12 * trained / 1e6:.1f} MB" in caplog.text
+    )
 
 
 def test_a_checkpoint_holds_the_adapter_and_nothing_of_the_base(options: list, base: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ FIRST_SPEAKS_SECONDS = 5.0
 
 
 class GivenUp(RuntimeError):
-    """Training does not come back to its way; another start would not help."""
+    """Training cannot go on, and another start would not help."""
 
 
 @contextlib.contextmanager
@@ -57,9 +57,9 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
     """Own out_dir, set up logging, seeds and ranks; in the end leave with the code that says what happened.
 
     0: all steps are done. 75: stopped by a signal and saved, start again to go on. 78: trying again cannot help
-    (a wrong option, bad data, a folder in use). 1: the last checkpoint could not be written. Rank 0 writes the code to
-    out_dir/exit.json. An error of ours ends with its traceback and code 1, without meeting the other ranks: they may
-    be inside a collective.
+    (a wrong option, bad data, a folder in use, three rollbacks). 1: the last checkpoint could not be written. Rank 0
+    writes the code to out_dir/exit.json. An error of ours ends with its traceback and code 1, without meeting the
+    other ranks: they may be inside a collective.
     """
     die_with_parent()
     rank = os.environ.get("RANK", "0")
@@ -88,10 +88,7 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
             log.error("%s", _ending(reason, code))
     except KeyboardInterrupt:
         # Before training there is nothing to save.
-        interrupted = True
-        code, reason = STOPPED, f"stopped by {stop.received or 'SIGINT'} before the first step"
-        if failed := failure_elsewhere():
-            code, reason = failed, "stopped before the first step because another rank failed; stderr has its message"
+        interrupted, (code, reason) = True, _stopped_early(stop)
         log.warning("%s", _ending(reason, code))
     except (ValueError, OSError) as problem:
         if run is not None and run.training:
@@ -105,8 +102,12 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
         code, reason = HOPELESS if isinstance(problem, ValueError) else 1, str(problem)
         log.error("%s", _ending(reason, code))
     except Exception as problem:
-        errors.record_exception(problem)
-        raise
+        if stop.received is None or (run is not None and run.training):
+            errors.record_exception(problem)
+            raise
+        # Inside an import Python may make an error of its own out of the interruption.
+        interrupted, (code, reason) = True, _stopped_early(stop)
+        log.warning("%s", _ending(reason, code))
     finally:
         # Another signal must not undo what is saved and said.
         stop.ignore()
@@ -115,6 +116,13 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
     leave(code, interrupted)
     if code:
         raise SystemExit(code)
+
+
+def _stopped_early(stop: StopFlag) -> tuple[int, str]:
+    """Code and reason of a run that was interrupted before its first step."""
+    if failed := failure_elsewhere():
+        return failed, "stopped before the first step because another rank failed; stderr has its message"
+    return STOPPED, f"stopped by {stop.received or 'SIGINT'} before the first step"
 
 
 def _ending(reason: str, code: int) -> str:
@@ -357,7 +365,7 @@ class Run:
             if warning := advice.no_better_than_guessing(loss, vocab_size):
                 log.warning("%s", warning)
         if not math.isfinite(loss):
-            raise ValueError(f"the given weights have a loss of {loss}; they are damaged, give others: --from_weight")
+            raise GivenUp(f"the given weights have a loss of {loss}; they are damaged, give others: --from_weight")
 
     def continues(self, state: TrainState) -> bool:
         """Whether steps remain and no rank was told to stop."""
