@@ -18,8 +18,8 @@ ALLOWED = {"model": set(), "dataset": {"model"}, "trainer": set()}
 MODEL_EXTERNALS = {"torch", "safetensors"}
 # MiniMind's files are pickles. This module alone may open them, and only with weights_only=True.
 UNPICKLER = ROOT / "model" / "minimind.py"
-# run.py composes, snapshots.py is its half that saves and restores; the others know one another only this far.
-COMPOSERS = {"run.py", "snapshots.py"}
+# run.py composes; snapshots.py and validator.py are parts of it. The others know one another only this far.
+COMPOSERS = {"run.py", "snapshots.py", "validator.py"}
 TRAINER_MAY_KNOW = {
     f"trainer.{name}" for name in ("ddp", "backends", "checkpoint", "optim", "plan", "guard", "rendezvous", "profiling")
 }

@@ -74,9 +74,9 @@ def test_the_limit_follows_the_slowest_step_between_a_minute_and_the_start_up_li
 def test_a_slow_save_and_a_slow_validation_are_no_hang(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer import run, snapshots
+    from trainer import snapshots, validator
 
-    write, evaluate = snapshots.write_checkpoint, run.evaluate_all
+    write, evaluate = snapshots.write_checkpoint, validator.evaluate_all
 
     def slow_write(*arguments):
         time.sleep(1.5)
@@ -87,7 +87,7 @@ def test_a_slow_save_and_a_slow_validation_are_no_hang(
         return evaluate(*arguments)
 
     monkeypatch.setattr(snapshots, "write_checkpoint", slow_write)
-    monkeypatch.setattr(run, "evaluate_all", slow_evaluation)
+    monkeypatch.setattr(validator, "evaluate_all", slow_evaluation)
     options = [*TINY, "--data_path", texts, "--val_fraction", "0.2", "--cache_dir", tmp_path / "cache"]
     options += ["--max_steps", 8, "--checkpoint_interval", 5, "--eval_interval", 6, "--step_timeout", 1]
     assert train(*options, "--out_dir", tmp_path / "run") == 0

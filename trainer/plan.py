@@ -107,3 +107,8 @@ def data_step(step: int, skipped: Sequence[int]) -> int:
             break
         step += 1
     return step
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Whether something that happens every `interval` steps happens after this one; 0 means never."""
+    return interval > 0 and step % interval == 0

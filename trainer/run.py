@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import math
 import os
@@ -21,7 +20,7 @@ from trainer.attempts import BETWEEN_STEPS, MOST_POISONED, Attempts, gave_up_bef
 from trainer.backends import Backend, Loader, Step, StepBatch, build_backend
 from trainer.checkpoint import checkpoint_step, newest_valid, resolve_weights, step_folder, step_folders, write_json
 from trainer.ddp import Ranks, find_ranks
-from trainer.evaluation import Validation, evaluate_all
+from trainer.evaluation import Validation
 from trainer.lineage import TrainState
 from trainer.monitor import Jsonl, Monitor, open_console
 from trainer.ownership import (
@@ -37,15 +36,17 @@ from trainer.ownership import (
     failure_elsewhere,
     leave,
 )
-from trainer.plan import Plan, data_step
+from trainer.plan import Plan, data_step, is_due
 from trainer.profiling import Pending, StepClock, balance
 from trainer.recovery import StopFlag, Watchdog
 from trainer.snapshots import Snapshots, find_newest, read_weights
 from trainer.trackers import TensorBoard, Wandb, wandb_mode
+from trainer.validator import Validator
 
 log = logging.getLogger(__name__)
 
 FIRST_SPEAKS_SECONDS = 5.0
+MANY_SKIPS = 20
 
 
 class GivenUp(RuntimeError):
@@ -136,9 +137,8 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, stage: str, stop: StopFlag) -> None:
         self.args, self.stage, self.stop, self.dir = args, stage, stop, Path(args.out_dir)
-        self.training = self._stopping = self._unsaved = self._told_of_forgetting = False
+        self.training = self._stopping = self._unsaved = False
         self._given_weights: Path | None = None
-        self._val_loss: float | None = None  # of the last validation
         self._whole_passes: dict[str, int] = {}
         self._spike: guard.Spike | None = None  # noticed, and not answered yet
         self._save_again_at: int | None = None
@@ -226,15 +226,22 @@ class Run:
         read_model(folder) returns the weights that it holds.
         """
         args = self.args
-        self.loader, self.validations = loader, list(validations)
-        parts = [(part.name, part.share, part.fingerprint, part.batch_count) for part in validations]
-        self._val_set = parts[0][2] if len(parts) == 1 else hashlib.sha256(repr(parts).encode()).hexdigest()
+        self.loader = loader
+        self.validator = Validator(
+            validations,
+            self.ranks,
+            self.monitor,
+            self.backend,
+            interval=args.eval_interval,
+            given_weights=self._given_weights is not None,
+        )
         options = {k: v for k, v in vars(args).items() if k not in ("given", "notes", "command")}
         names = ("max_seq_len", "epochs", "max_steps", "learning_rate", "base_batch_size", "lr_scaling", "lr_schedule")
         # Ranks that disagree on what comes when would wait for one another for ever, or mix two data sets.
-        agreed = (*names, "warmup_steps", "eval_interval", "checkpoint_interval", "log_interval", "dtype", "seed")
+        rhythm = ("warmup_steps", "eval_interval", "checkpoint_interval", "log_interval", "spike_threshold")
+        agreed = [options[name] for name in (*names, *rhythm, "dtype", "seed")]
         sizes = (loader.batch_size, loader.accumulation, len(loader), loader.tokens_per_epoch)
-        self.ranks.require_same([fingerprint, parts, sizes, [options[name] for name in (*agreed, "spike_threshold")]])
+        self.ranks.require_same([fingerprint, self.validator.parts, sizes, agreed])
         if self.owner is not None and not self.resumes:
             self.owner = begin_anew(self.owner)
         if self.owner is not None:
@@ -328,11 +335,14 @@ class Run:
         # What an earlier start has said is not said again.
         passes = self.loader.epochs_of(data_step(state.step, state.skipped))
         self._whole_passes = {name: int(now) for name, now in passes.items()}
-        if self._validation_is_due(state):
-            state = self._validate(state)
+        if self.validator.is_due(state, self.plan.total_steps):
+            state = self.validator.validate(state)
         self._serve(state)
         if self.continues(state) and self._given_weights and not state.step:
-            self._prove_weights()
+            vocab_size = self.snapshots.fingerprint["model"]["vocab_size"]
+            loss = self.validator.prove_weights(self._batch.micro_batches, self._target_tokens, vocab_size)
+            if not math.isfinite(loss):
+                raise GivenUp(f"the given weights have a loss of {loss}; they are damaged, give others: --from_weight")
         self.clock = StepClock()
         self.watchdog.start()
         return state
@@ -347,25 +357,6 @@ class Run:
         if self.continues(state):
             self._batch = next(self._batches)
             (self._target_tokens,) = self.ranks.sum([self._batch.target_tokens])
-
-    def _prove_weights(self) -> None:
-        """Say which loss the given weights begin with: that of the validation, or else of the first step's batch."""
-        loss = self._val_loss
-        if loss is None:
-            self.backend.module.eval()
-            # A compiled model would be compiled once more for a single use.
-            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                mine = math.fsum(self.backend.loss_sum(batch).item() for batch in self._batch.micro_batches)
-            self.backend.module.train()
-            (total,) = self.ranks.sum([mine])
-            loss = total / self._target_tokens
-        if self.ranks.is_first:
-            vocab_size = self.snapshots.fingerprint["model"]["vocab_size"]
-            log.info("loss before step 1: %.4f (guessing: %.4f)", loss, math.log(vocab_size))
-            if warning := advice.no_better_than_guessing(loss, vocab_size):
-                log.warning("%s", warning)
-        if not math.isfinite(loss):
-            raise GivenUp(f"the given weights have a loss of {loss}; they are damaged, give others: --from_weight")
 
     def continues(self, state: TrainState) -> bool:
         """Whether steps remain and no rank was told to stop."""
@@ -411,7 +402,7 @@ class Run:
 
         ends = self._stopping or state.step == self.plan.total_steps
         # A stop has only so many seconds: the validation is made up for at the next start.
-        validates = self._validation_is_due(state) and not self._stopping
+        validates = self.validator.is_due(state, self.plan.total_steps) and not self._stopping
         saves = ends or is_due(state.step, self.args.checkpoint_interval) or state.step == self._save_again_at
         if (validates or saves) and not self._spike:
             # The curve up to here must be on the disk before a checkpoint says that it is.
@@ -422,7 +413,7 @@ class Run:
             if self.attempts:
                 self.attempts.enter(BETWEEN_STEPS)
             with self.clock.paused(), self.watchdog.patient():
-                before, state = state, self._validate(state) if validates else state
+                before, state = state, self.validator.validate(state) if validates else state
                 if saves or state.best_step == state.step:
                     state = self._save(state, before, ends)
         return state
@@ -515,50 +506,17 @@ class Run:
     def _is_logged(self, step: int) -> bool:
         return is_due(step, self.args.log_interval) or step in (1, self.plan.total_steps)
 
-    def _validation_is_due(self, state: TrainState) -> bool:
-        due = is_due(state.step, self.args.eval_interval) or state.step == self.plan.total_steps
-        if not state.step:
-            due = self._given_weights is not None
-        return bool(self.validations) and due and state.validated_step < state.step
-
-    def _validate(self, state: TrainState) -> TrainState:
-        result = evaluate_all(self.backend.module, self.backend.loss_sum, self.validations, self.ranks.sum)
-        if self.ranks.is_first:
-            self.monitor.write(state.step, result)
-        state = dataclasses.replace(state, validated_step=state.step)
-        self._warn_of_forgetting(state, result)
-        loss, data = result["val_loss"], self._val_set
-        self._val_loss = loss
-        if len(self.validations) > 1 and state.general_val_set != data:
-            general = result[f"val_loss/{self.validations[0].name}"]
-            state = dataclasses.replace(state, general_val_loss=general, general_val_set=data)
-        if not state.step:
-            return state  # the best is one of the checkpoints
-        if math.isfinite(loss) and (state.best_val_set != data or loss < state.best_val_loss):
-            state = dataclasses.replace(state, best_step=state.step, best_val_loss=loss, best_val_set=data)
-        return state
-
-    def _warn_of_forgetting(self, state: TrainState, result: dict[str, float]) -> None:
-        """Say, once, that the loss on the first source has risen since the first validation."""
-        if self._told_of_forgetting or len(self.validations) < 2 or state.general_val_set != self._val_set:
-            return
-        name = self.validations[0].name
-        now = result[f"val_loss/{name}"]
-        if (warning := advice.forgetting(state.general_val_loss, now, name)) and self.ranks.is_first:
-            log.warning("step %d: %s", state.step, warning)
-            self.monitor.event("forgetting", step=state.step, source=name, first=state.general_val_loss, now=now)
-        self._told_of_forgetting = warning is not None
-
     def outcome(self) -> tuple[int, str]:
         """Exit code and reason once the loop has ended."""
         if self._unsaved:
             newest = f"the newest checkpoint is that of step {self.snapshots.last_step}"
             return 1, f"step {self._step} could not be saved; {newest}"
-        if 2 * self._skipped > self._step:
-            return HOPELESS, f"the run has diverged{self._skips}; lower --learning_rate"
         if self._stopping and self._step < self.plan.total_steps:
             signal = self.stop.received or "a signal to another rank"
             return STOPPED, f"stopped by {signal} after step {self._step}{self._skips}"
+        # Not the few with which float16 finds its scale.
+        if self._skipped > max(MANY_SKIPS, self._step / 2):
+            return HOPELESS, f"the run has diverged{self._skips}; lower --learning_rate"
         return DONE, f"all {max(self._step, self.plan.total_steps)} steps are done{self._skips}"
 
     def close(self, code: int, reason: str) -> None:
@@ -582,8 +540,3 @@ class Run:
         self.monitor.close()
         if self.owner is not None:
             self.owner.release()
-
-
-def is_due(step: int, interval: int) -> bool:
-    """Whether something that happens every `interval` steps happens after this one; 0 means never."""
-    return interval > 0 and step % interval == 0
