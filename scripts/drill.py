@@ -25,7 +25,8 @@ from scripts import (
     faults_signals,
     faults_slurm,
 )
-from scripts.faults import Bench, Broken, Case, Fault
+from scripts.faults import Bench, Case, Fault
+from scripts.faults_processes import Broken
 from trainer.options import new_parser
 
 FAULTS: dict[str, Fault] = {

@@ -12,12 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scripts.faults_processes import Broken, alive, descendants, wait_for
 from trainer.checkpoint import step_folders
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,10 +33,6 @@ OPTIONS = [
 ]  # fmt: skip
 CURVE = ("step", "loss", "grad_norm", "learning_rate")
 EQUAL = "curve and final weights byte-equal to the undisturbed run"
-
-
-class Broken(Exception):
-    """A run did not come to the point that it had to reach; the message says which."""
 
 
 @dataclass
@@ -81,39 +77,6 @@ def write_texts(path: Path, count: int) -> Path:
     texts = [f"line{number} " + " ".join(draw.choices(words, k=draw.randint(3, 60))) for number in range(count)]
     path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
     return path
-
-
-def alive(pids: Iterable[int]) -> list[int]:
-    """Those of the processes that still run; a zombie does not."""
-    return [pid for pid in pids if (stat := _stat(pid)) and stat[0] not in "ZX"]
-
-
-def descendants(pid: int) -> list[list[int]]:
-    """Running processes below one: its children, their children, and so on, lowest id first."""
-    parents = {int(path.name): _stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
-    levels, above = [], {pid}
-    while above:
-        below = sorted(p for p, stat in parents.items() if stat and stat[0] not in "ZX" and int(stat[1]) in above)
-        levels.append(below)
-        above = set(below)
-    return levels[:-1] or [[]]
-
-
-def _stat(pid: int) -> list[str] | None:
-    """State, parent and so on of a process; None where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return None
-
-
-def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
-    """Poll until the condition holds; Broken after that many seconds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise Broken(f"waited {seconds:g} s for {what}")
-        time.sleep(0.002)
 
 
 class Job:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from scripts.faults import EQUAL, INTERVAL, STEPS, Bench, Case, Fault, Job
-from scripts.faults_save import Point, no_strace, rehearsal, share
+from scripts.faults_rehearsal import Point, no_strace, rehearsal
+from scripts.faults_save import share
 
 DISK_MB = 48  # room for the checkpoints that a run keeps, and one more
 CHECKPOINT_BYTES = 6_000_000

@@ -5,7 +5,8 @@ import random
 import signal
 import time
 
-from scripts.faults import EQUAL, STEPS, Bench, Case, Fault, Job, alive, wait_for
+from scripts.faults import EQUAL, STEPS, Bench, Case, Fault, Job
+from scripts.faults_processes import alive, wait_for
 
 KILLS = 4  # per run: a run costs seconds of imports, so one serves for several
 INSIDE_A_SAVE = 0.3

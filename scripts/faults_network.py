@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.faults import EQUAL, OPTIONS, ROOT, STEPS, Bench, Broken, Case, Fault, Job, alive, wait_for
+from scripts.faults import EQUAL, OPTIONS, ROOT, STEPS, Bench, Case, Fault, Job
+from scripts.faults_processes import Broken, alive, wait_for
 
 # Of a step, and of a save or an evaluation; the long cut is longer than both.
 STEP_TIMEOUT, OTHER_TIMEOUT = 8, 20

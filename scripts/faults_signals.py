@@ -9,7 +9,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from scripts.faults import EQUAL, EVALUATION, INTERVAL, STEPS, Bench, Case, Fault, Job, alive, wait_for
+from scripts.faults import EQUAL, EVALUATION, INTERVAL, STEPS, Bench, Case, Fault, Job
+from scripts.faults_processes import alive, wait_for
 
 STOPPED, HOPELESS = 75, 78
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

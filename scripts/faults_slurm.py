@@ -9,7 +9,8 @@ import shutil
 import subprocess
 import sys
 
-from scripts.faults import ROOT, Bench, Broken, Case, Fault
+from scripts.faults import ROOT, Bench, Case, Fault
+from scripts.faults_processes import Broken
 
 TESTS = ROOT / "tests" / "test_slurm.py"
 GOES_ON = "a job that Slurm stops, requeues or injures goes on with the same curve and weights"

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts import drill, faults_corrupt, faults_disk, faults_save
+from scripts import drill, faults_corrupt, faults_disk, faults_rehearsal, faults_save
 from scripts.drill import COMES_THROUGH, Line, chosen, judge, run_case, said, summary, table
-from scripts.faults import Bench, Broken, Case, Fault, Job, alive, descendants, wait_for
+from scripts.faults import Bench, Case, Fault, Job
+from scripts.faults_processes import Broken, alive, descendants, wait_for
 from tests.conftest import ROOT
 
 KEPT = "a promise"
@@ -144,7 +145,7 @@ def test_a_trace_becomes_the_points_of_a_save_and_seeds_share_them_out() -> None
         'openat(AT_FDCWD</x>, "/run/a", O_WRONLY|O_CREAT) = 3\nmmap(NULL, 9) = 0x7f\nwrite(3</run/a>, "b", 1) = 1\n'
         'write(3</run/a>, "c", 1) = 1\nfsync(3</run/a>) = 0\n+++ exited with 0 +++\nopenat(AT_FDCWD, "/run/a", 0)\n'
     )
-    points = faults_save.parse_trace(text, "writer")
+    points = faults_rehearsal.parse_trace(text, "writer")
     assert [(p.call, p.n) for p in points] == [("openat", 1), ("write", 1), ("write", 2), ("fsync", 1), ("openat", 2)]
     refused = [(point.call, point.n, error) for point, error in faults_disk.refusals(points)]
     assert refused == [("openat", 1, "ENOSPC"), ("write", 1, "ENOSPC"), ("write", 2, "ENOSPC"), ("fsync", 1, "EIO")]
