@@ -40,15 +40,17 @@ def sigterm(bench: Bench, case: Case) -> None:
         begun, sent = job.step() > 0, time.monotonic()
         if not came or job.process.poll() is not None:
             return
+        what = case.note = f"{number.name} to {'the launcher' if target == job.process.pid else 'one rank'}, {moment}"
         os.kill(target, number)
-        wait_for(lambda: job.process.poll() is not None or (job.run_dir / "exit.json").exists(), 60, "the stop")
+        wait_for(
+            lambda: job.process.poll() is not None or (job.run_dir / "exit.json").exists(), 60, f"the end after {what}"
+        )
         saved = time.monotonic() - sent
         code = job.wait(60)
         ended = time.monotonic() - sent
-        what = f"{number.name} to {'the launcher' if target == job.process.pid else 'one rank'}, {moment}"
         if code == 0 and job.step() == STEPS:
             return  # it came when all was done
-        case.strike(what)
+        case.struck += 1
         case.measure("seconds to the end", ended)
         if begun:
             case.measure("seconds to the saved step", saved)
