@@ -192,6 +192,9 @@ class Run:
         comes as a function, because a back end may replace the parameters first.
         """
         args = self.args
+        if self.stop.received:
+            # Python drops what is raised in a callback, as in logging's own after a fork: the interrupt was lost there.
+            raise KeyboardInterrupt
         if self.world_size > 1:
             self.stop.disarm()
         self.ranks.connect(args.ddp_timeout)
