@@ -198,22 +198,25 @@ def fit(blocks: Sequence[Block], max_seq_len: int | None) -> tuple[list[Row], in
     with its end token, and sees no question from before its row. Where one question and what follows it is too long,
     it ends after the last answer that fits. Raises BadRecord where no answer fits.
     """
-    limit = sum(len(block.ids) for block in blocks) if max_seq_len is None else max_seq_len + 1
+    limit = _length(blocks) if max_seq_len is None else max_seq_len + 1
     rows: list[Row] = []
     head_length = next((n for n, block in enumerate(blocks) if block.role != SYSTEM), len(blocks))
     head, current, cut_answers = list(blocks[:head_length]), [], 0
+    # Of `current`, counted along: a conversation may have as many turns as a line has room for.
+    length, room = 0, limit - _length(head)
     for asked in _rounds(blocks[head_length:]):
-        if _length(head + current + asked) <= limit:
-            current = current + asked
+        if length + _length(asked) <= room:
+            current += asked
+            length += _length(asked)
             continue
         rows += _row(head, current)
-        current = asked
-        while current and not (any(current[-1].learned) and _length(head + current) <= limit):
-            current = current[:-1]
+        current, length = list(asked), _length(asked)
+        while current and not (any(current[-1].learned) and length <= room):
+            length -= len(current.pop().ids)
         if len(current) < len(asked):
             cut_answers += sum(any(block.learned) for block in asked[len(current) :])
             rows += _row(head, current)
-            current = []
+            current, length = [], 0
     rows += _row(head, current)
     if not rows:
         raise BadRecord(TOO_LONG, f"no answer ends within {max_seq_len} tokens; the system turn has {_length(head)}")

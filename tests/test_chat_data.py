@@ -374,6 +374,25 @@ def blocks_of(*described: str) -> list[Block]:
     return blocks
 
 
+@pytest.mark.parametrize("rounds", [True, False])
+def test_cutting_a_conversation_costs_in_proportion_to_its_turns(rounds):
+    class Counted(list):
+        looks = 0
+
+        def __len__(self) -> int:
+            Counted.looks += 1
+            return super().__len__()
+
+    def looks(turns: int, max_seq_len: int) -> int:
+        described = ["user 2", *(["assistant 3", "user 2"] if rounds else ["assistant 3"]) * turns]
+        Counted.looks = 0
+        fit([block._replace(ids=Counted(block.ids)) for block in blocks_of(*described)], max_seq_len)
+        return Counted.looks
+
+    for max_seq_len in (20, 1000, 10**6):
+        assert looks(800, max_seq_len) < 5 * looks(200, max_seq_len)
+
+
 def rows_of(blocks, max_seq_len) -> tuple[list[list[int]], int]:
     rows, cut = fit(blocks, max_seq_len)
     assert all(len(row.ids) - 1 <= max_seq_len for row in rows)
