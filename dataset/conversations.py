@@ -104,10 +104,13 @@ def conversation_of(record: object) -> Conversation:
     """Read a record of any of the four formats. Raises BadRecord; the module's table has the rules."""
     if not isinstance(record, dict):
         raise record if isinstance(record, BadRecord) else BadRecord("not an object", f"but {type(record).__name__}")
-    messages = _messages(record)
-    turns = [turn for message in messages if (turn := _turn(message)) is not None]
-    turns, notes = _choose_trained(turns)
-    return Conversation(tuple(turns), _tools([record, *messages]), notes)
+    try:
+        messages = _messages(record)
+        turns = [turn for message in messages if (turn := _turn(message)) is not None]
+        turns, notes = _choose_trained(turns)
+        return Conversation(tuple(turns), _tools([record, *messages]), notes)
+    except RecursionError:  # some hundred levels
+        raise BadRecord("nested too deeply") from None
 
 
 def _messages(record: dict) -> list[dict]:
@@ -255,7 +258,7 @@ def _json(value: object, what: str) -> list | dict:
     if isinstance(value, str) and value.strip():
         try:
             value = JSON.decode(value)
-        except (ValueError, RecursionError) as problem:
+        except ValueError as problem:
             raise BadRecord(f"{what} are not JSON", str(problem)) from None
     if value is None or (isinstance(value, str) and not value.strip()):
         return []
@@ -267,7 +270,7 @@ def _json(value: object, what: str) -> list | dict:
 def _dump(value: object) -> str:
     try:
         return write_json(value)
-    except (ValueError, TypeError, RecursionError) as problem:  # NaN, or a parquet column's date
+    except (ValueError, TypeError) as problem:  # NaN, or a parquet column's date
         raise BadRecord("a value that JSON cannot hold", str(problem)) from None
 
 

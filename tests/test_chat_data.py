@@ -291,6 +291,28 @@ def test_a_record_that_cannot_be_used_says_why(record, kind, tokenizer):
     assert line.startswith(f"a.jsonl:2: {kind}")
 
 
+@pytest.mark.parametrize("depth", [400, 600, *range(930, 1005, 5), 100_000])
+@pytest.mark.parametrize("place", ["tools", "tools as a string", "arguments", "result"])
+def test_values_nested_too_deeply_are_bad_records(tmp_path, tokenizer, place, depth):
+    nested = "[" * depth + "]" * depth
+    tools, call, result = json.dumps([TOOL]), json.dumps(CALL_OF_ADD), '"3"'
+    if place == "result":
+        result = nested
+    elif place == "arguments":
+        call = call.replace("1", nested)
+    else:
+        tools = tools.replace("9", nested) if place == "tools" else json.dumps(tools.replace("9", nested))
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        f'{{"tools": {tools}, "messages": [{json.dumps(ASKS)}, {{"role": "assistant", "tool_calls": [{call}]}}, '
+        f'{{"role": "tool", "content": {result}}}, {json.dumps(ANSWERS)}]}}\n'
+    )
+    encoded = encode_records(records_of(path), tokenizer)
+    assert encoded.used + len(encoded.bad) == 1
+    assert all("nested too deeply" in line for _, line in encoded.bad)
+    assert encoded.used or depth > 400
+
+
 def test_what_is_left_out_of_a_used_conversation_is_noted(tokenizer):
     greeting, silence = {"role": "assistant", "content": "Hello."}, {"role": "assistant", "content": None}
     record = minimind(greeting, ASKS, ANSWERS, ASKS, silence, ASKS, ANSWERS, ASKS)
