@@ -160,7 +160,7 @@ def _read_json(path: Path) -> dict:
         raise ValueError(f"{path}: no such file; a tokenizer folder needs {_FILES_NEEDED}") from problem
     except OSError as problem:
         raise ValueError(f"{path}: cannot be read ({problem.strerror or problem})") from problem
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise ValueError(f"{path}: not valid JSON ({problem}); restore or retrain the tokenizer") from problem
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(content).__name__}")

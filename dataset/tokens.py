@@ -175,7 +175,7 @@ def _load(folder: Path, encoder: Encoder, aloud: bool = True) -> TokenCache | No
         return TokenCache(folder, streams["train"], streams.get("val"), sources, Report(**meta["report"]))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         if aloud:
             log.warning("the token cache %s is damaged (%s) and has to be built again", folder, error)
         return None

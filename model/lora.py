@@ -201,7 +201,7 @@ def read_adapter(folder: Path) -> Adapter:
         base = str(raw["base_model_name_or_path"])
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error}); give an adapter folder") from None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path}: no LoRA adapter of this project's kind ({error}); save it again") from None
     try:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as tensors:

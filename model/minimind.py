@@ -123,7 +123,9 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _is_plain(tensor: Tensor, name: str) -> bool:
-    return tensor.layout == torch.strided and (tensor.is_floating_point() or bool(TABLES.search(name)))
+    # A view can repeat a few numbers for ever: none of its numbers may be another's.
+    whole = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.itemsize
+    return whole and (tensor.is_floating_point() or bool(TABLES.search(name)))
 
 
 def _new_name(name: str) -> str:

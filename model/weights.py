@@ -1,9 +1,10 @@
 """A transformers model folder (config.json and safetensors, Llama or Qwen3) to and from a GPT; MiniMind's files too."""
 
+import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -132,13 +133,18 @@ def load_config(folder: Path) -> GPTConfig:
             qk_norm=kind == "qwen3",
             dropout=raw.get("dropout", 0.0),
         )
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def load_model_folder(folder: Path) -> GPT:
-    """A GPT in float32, in training mode, with the folder's architecture and weights; strict, see load_weights_into."""
-    model = GPT(load_config(folder))
+def load_model_folder(folder: Path, config: GPTConfig | None = None) -> GPT:
+    """A GPT in float32, in training mode, with the folder's architecture and weights; strict, see load_weights_into.
+
+    config: the folder's own, with other values of FREE_FIELDS.
+    """
+    saved = load_config(folder)
+    _checked_tensors(folder, saved)  # a wild number must not build a wild model
+    model = GPT(config or saved)
     load_weights_into(model, folder)
     return model
 
@@ -198,11 +204,10 @@ def starting_model(
         problems.append(f"it has {config.max_position_embeddings} positions, fewer than --max_seq_len {max_seq_len}")
     if problems:
         raise ValueError(f"{source} holds another model: {'; '.join(problems)}; leave these options out")
-    model = GPT(config)
     if foreign is None:
-        load_weights_into(model, source)
-    else:
-        model.load_state_dict(foreign)
+        return load_model_folder(source, config)
+    model = GPT(config)
+    model.load_state_dict(foreign)
     return model
 
 
@@ -220,17 +225,12 @@ def load_weights_into(model: GPT, folder: Path) -> None:
     ]
     if differing:
         raise ValueError(f"{folder} holds another model: {'; '.join(differing)}")
-    try:
-        stored = _stored_tensors(folder)
-        spare_head = stored.pop("lm_head.weight", None) if saved.tie_word_embeddings else None
-        _check_shapes(saved, {name: part.shape for name, part in stored.items()}, str(folder))
-        with torch.no_grad():
-            if spare_head is not None:
-                _check_tied(folder, spare_head, stored[EMBEDDING])
-            for name, parameter in model.named_parameters():
-                parameter.copy_(stored[name].read())
-    except SafetensorError as error:
-        raise ValueError(f"{folder}: damaged safetensors file ({error}); copy or save it again") from None
+    stored, spare_head = _checked_tensors(folder, saved)
+    with _naming_damage(folder), torch.no_grad():
+        if spare_head is not None:
+            _check_tied(folder, spare_head, stored[EMBEDDING])
+        for name, parameter in model.named_parameters():
+            parameter.copy_(stored[name].read())
 
 
 def require_regular(path: Path) -> None:
@@ -246,7 +246,7 @@ def _read_json(path: Path) -> dict:
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"{path}: cannot be read ({reason}); a transformers model folder is needed") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error}); copy or save the folder again") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: holds a JSON {type(raw).__name__}, not an object; copy or save the folder again")
@@ -322,6 +322,23 @@ def _stored_tensors(folder: Path) -> dict[str, _Stored]:
     return stored
 
 
+def _checked_tensors(folder: Path, config: GPTConfig) -> tuple[dict[str, _Stored], _Stored | None]:
+    """As _stored_tensors, once they are those of config; apart from them the second copy of a tied head, if any."""
+    with _naming_damage(folder):
+        stored = _stored_tensors(folder)
+    spare_head = stored.pop("lm_head.weight", None) if config.tie_word_embeddings else None
+    _check_shapes(config, {name: part.shape for name, part in stored.items()}, str(folder))
+    return stored, spare_head
+
+
+@contextlib.contextmanager
+def _naming_damage(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(f"{folder}: damaged safetensors file ({error}); copy or save it again") from None
+
+
 def _check_tied(folder: Path, head: _Stored, embedding: _Stored) -> None:
     """Some writers store a tied head a second time; a copy that differs means that the folder is not tied."""
     if not torch.equal(head.read(), embedding.read()):
@@ -330,8 +347,17 @@ def _check_tied(folder: Path, head: _Stored, embedding: _Stored) -> None:
 
 def _check_shapes(config: GPTConfig, found: Shapes, where: str) -> None:
     """Refuse tensors that are not those of a saved GPT: of a tied head, the embedding alone."""
-    with torch.device("meta"):
-        wanted = shapes_of(GPT(config).state_dict())
+    # Even without memory for its tensors a model of 10^7 layers takes a minute to build.
+    if config.num_hidden_layers > len(found):
+        raise ValueError(
+            f"{where}: the tensors do not fit the model: num_hidden_layers is {config.num_hidden_layers}, and there "
+            f"are {len(found)} tensors"
+        )
+    try:
+        with torch.device("meta"):
+            wanted = shapes_of(GPT(config).state_dict())
+    except (RuntimeError, TypeError, OverflowError):
+        raise ValueError(f"{where}: {config} has sizes that no tensor can have") from None
     if config.tie_word_embeddings:
         del wanted["lm_head.weight"]
     require_shapes(wanted, found, where)

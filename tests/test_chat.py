@@ -175,7 +175,10 @@ def test_a_tools_result_means_nothing_to_plain_text(tokenizer, capsys: pytest.Ca
     assert "--mode chat" in printed.err
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '[{"name": 3}]', '"text"'])
+DEEP = [pytest.param("[" * depth + '{"name": "a"}' + "]" * depth, id=f"{depth} deep") for depth in (600, 100_000)]
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '[{"name": 3}]', '"text"', *DEEP])
 def test_a_file_without_tools_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "tools.json").write_text(content)
     with pytest.raises(ValueError, match=r"tools\.json"):
@@ -302,6 +305,11 @@ def test_how_a_folder_was_trained_decides_how_it_is_used(tmp_path: Path, capsys:
     assert chat.open_session(parsed("--load_from", runs["foreign"], "--mode", "chat")).chats
     assert not chat.open_session(parsed("--load_from", runs["sft"], "--mode", "continue")).chats
     assert "--mode chat" in capsys.readouterr().err
+
+
+def test_a_manifest_that_is_none_says_nothing_about_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    assert not chat.was_trained_to_chat(tmp_path)
 
 
 def test_an_adapter_is_found_and_chats_as_adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,6 +326,9 @@ def test_what_is_no_safetensors_or_json_file_is_an_error_that_names_it(tmp_path:
         (tmp_path / name).write_text("not this")
         with pytest.raises(ValueError, match=name):
             read(tmp_path / name)
+    (tmp_path / "a.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"a\.json is not valid JSON"):
+        read_json(tmp_path / "a.json")
 
 
 def test_a_json_file_survives_a_failed_write_and_keeps_any_text(tmp_path: Path):

@@ -242,6 +242,7 @@ class Trap:
         ({}, "holds no tensors by name"),
         ({"a.weight": 3}, r"1 entries are no dense float tensors \(as a.weight\)"),
         ({"a.weight": torch.zeros(2, dtype=torch.int8)}, "1 entries are no dense float tensors"),
+        ({"lm_head.weight": torch.zeros(64).expand(2**40, 64)}, "1 entries are no dense float tensors"),
         ({"a.lora.A.weight": torch.zeros(2, 2)}, "4 of 4 matrices that show the sizes are missing"),
         ({"layers.999999999.ffn_norm.weight": torch.zeros(2), **reference(1).state()}, r"missing.*1 unexpected"),
     ],

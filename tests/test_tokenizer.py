@@ -117,6 +117,7 @@ def test_a_broken_folder_is_one_clear_error(folder, tmp_path):
         ("tokenizer_config.json", "[]", "expected a JSON object"),
         ("tokenizer.json", '{"model": {}}', "not a usable tokenizer"),
         ("tokenizer.json", '{"model": ', "not valid JSON"),
+        ("tokenizer.json", "[" * 100_000, "not valid JSON"),
         ("tokenizer.json", "\xff", "not valid JSON"),
     ):
         (folder / name).write_text(content, encoding="latin-1")

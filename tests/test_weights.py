@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from model.gpt import GPT, GPTConfig
 from model.names import plain_names
-from model.weights import load_config, load_model_folder, load_weights_into, save_model_folder
+from model.weights import load_config, load_model_folder, load_weights_into, save_model_folder, starting_model
 from tests.conftest import lively
 
 TINY = dict(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
@@ -138,6 +140,7 @@ def test_left_out_fields_mean_what_transformers_takes_them_for(folder, changes):
         ({"hidden_size": ..., "intermediate_size": None}, "hidden_size, intermediate_size not given"),
         ({"num_attention_heads": "4"}, "num_attention_heads is '4'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"rope_theta": 10**400, "rope_parameters": ...}, "config.json: int too large"),
     ],
 )
 def test_a_model_that_cannot_be_represented_is_refused_by_field(folder, changes, words):
@@ -155,6 +158,7 @@ def test_a_model_that_cannot_be_represented_is_refused_by_field(folder, changes,
         (lambda folder: (folder / "config.json").write_text("{"), "not valid JSON"),
         (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{}"), "not valid JSON"),
         (lambda folder: (folder / "config.json").write_text("[1]"), "a JSON list"),
+        (lambda folder: (folder / "config.json").write_text('{"a":' * 100_000), "not valid JSON"),
         (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\x10" * 30), "damaged safetensors"),
     ],
@@ -190,6 +194,19 @@ def test_wrong_tensors_are_counted_and_named_and_nothing_is_loaded(folder):
     ):
         assert words in str(refusal.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"])
+@pytest.mark.parametrize("value", [10**7, 10**12, 2**62, 10**30])
+def test_a_wild_size_is_refused_before_it_is_built(folder, name, value):
+    rewrite(folder / "config.json", **{name: value * 4})
+    start = partial(starting_model, sizes={"dropout": 0.1}, vocab_size=97, given=(), max_seq_len=8)
+    for load in (load_model_folder, start):
+        started = time.monotonic()
+        with pytest.raises(ValueError, match=str(folder)) as refusal:
+            load(folder)
+        assert "\n" not in str(refusal.value)
+        assert time.monotonic() - started < 5  # built, it takes minutes, or memory that no machine has
 
 
 def test_integer_weights_are_refused(folder):

@@ -197,7 +197,7 @@ def read_json(path: Path) -> Any:
     """Parse a JSON file. ValueError names the file when it is broken."""
     try:
         return json.loads(path.read_text(encoding="utf-8", errors="surrogatepass"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
