@@ -25,6 +25,9 @@ from dataset.loader import Samples, shuffled
 
 log = logging.getLogger(__name__)
 
+# A weight in another. An epoch passes through every source, so it is about as many times longer than the larger one.
+MOST_TIMES = 10**6
+
 
 class HeldOut(NamedTuple):
     """A source's validation samples, and the share that its loss has in that of all."""
@@ -219,6 +222,12 @@ def mixed(
         samples, held_out = open_source(list(data_path), list(val_path) if val_path else None)
         return Mixture([samples], [""], [1], seed), [HeldOut(held_out, "", 1.0)] if held_out else []
     problems = [f"--data_weights {weight}: must be above 0" for weight in data_weights if not 0 < weight < math.inf]
+    low, high = min(data_weights), max(data_weights)
+    if not problems and high > MOST_TIMES * low:
+        problems.append(
+            f"--data_weights {low} and {high}: the largest is over {MOST_TIMES:,} times the smallest; leave that source "
+            "out"
+        )
     if len(data_weights) != len(data_path):
         problems.append(
             f"--data_weights names {len(data_weights)} weights for {len(data_path)} sources; give one for each of "

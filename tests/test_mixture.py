@@ -186,6 +186,8 @@ def opened(paths: list[str], val_paths: list[str] | None) -> tuple[Rows, Rows | 
         ([0.5, 0], None, "--data_weights 0: must be above 0"),
         ([0.5, float("nan")], None, "--data_weights nan: must be above 0"),
         ([-1, 2], None, "--data_weights -1: must be above 0"),
+        ([1e-300, 1], None, "--data_weights 1e-300 and 1: the largest is over 1,000,000 times the smallest"),
+        ([1e300, 1], None, "--data_weights 1 and 1e\\+300: the largest"),
         ([1, 1], ["v"], "--val_path names 1 for 2 sources"),
     ],
 )
