@@ -74,12 +74,21 @@ class Row(NamedTuple):
         return marks
 
 
+class TooLong(BadRecord):
+    """A conversation of which no answer fits into a row. needs: the --max_seq_len at which the first one would."""
+
+    def __init__(self, max_seq_len: int | None, needs: int, system_tokens: int) -> None:
+        system = f"the system turn has {system_tokens}" if system_tokens else "no system turn"
+        super().__init__(TOO_LONG, f"no answer ends within {max_seq_len} tokens, one would within {needs}; {system}")
+        self.needs = needs
+
+
 @dataclass
 class EncodedChats:
     """What records became: `used` conversations, bad records by kind, blank lines; their sum is what was given.
 
     rows: (number of the used conversation from 0, row); a long one has several. hashes: of the used conversations.
-    notes: what was odd in them.
+    notes: what was odd in them. needs: the --max_seq_len of each that was too long.
     """
 
     rows: list[tuple[int, Row]] = field(default_factory=list)
@@ -88,6 +97,7 @@ class EncodedChats:
     blank_lines: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)  # (kind, "file:line: reason")
     notes: Counter[str] = field(default_factory=Counter)
+    needs: list[int] = field(default_factory=list)
 
 
 def encode_records(
@@ -111,8 +121,9 @@ def encode_records(
     for (place, conversation), blocks in zip(found, blocks_of_all, strict=True):
         try:
             rows, cut_answers = fit(blocks, max_seq_len)
-        except BadRecord as bad:
+        except TooLong as bad:
             encoded.bad.append((bad.kind, f"{place}: {bad}"))
+            encoded.needs.append(bad.needs)
             continue
         encoded.notes.update([*conversation.notes, *[CUT_ANSWER] * cut_answers, *[SPLIT] * (len(rows) > 1)])
         encoded.rows += [(encoded.used, row) for row in rows]
@@ -147,7 +158,7 @@ class ChatEncoder:
         streams = tuple({"bin": array(ids_type), MARKS: array("B"), ROWS: array("I")} for _ in range(2))
         encoded = Encoded(chunk.source.path, streams, [0, 0], [0, 0], chunk.read_bytes, chats.blank_lines)
         encoded.text_hashes.extend(chats.hashes)
-        encoded.notes = chats.notes
+        encoded.notes, encoded.needs = chats.notes, chats.needs
         for kind, line in chats.bad:
             (encoded.dropped if kind in DROPPED else encoded.bad).append((kind, line))
         # A conversation's parts stay together: what is held out must not be half known.
@@ -196,7 +207,7 @@ def fit(blocks: Sequence[Block], max_seq_len: int | None) -> tuple[list[Row], in
 
     Cuts are made before a question, and every row begins with the system turn: each answer is learned once, whole,
     with its end token, and sees no question from before its row. Where one question and what follows it is too long,
-    it ends after the last answer that fits. Raises BadRecord where no answer fits.
+    it ends after the last answer that fits. Raises TooLong where no answer fits.
     """
     limit = _length(blocks) if max_seq_len is None else max_seq_len + 1
     rows: list[Row] = []
@@ -219,7 +230,7 @@ def fit(blocks: Sequence[Block], max_seq_len: int | None) -> tuple[list[Row], in
             current, length = [], 0
     rows += _row(head, current)
     if not rows:
-        raise BadRecord(TOO_LONG, f"no answer ends within {max_seq_len} tokens; the system turn has {_length(head)}")
+        raise TooLong(max_seq_len, _needs(head, blocks[head_length:]), _length(head))
     return rows, cut_answers
 
 
@@ -239,6 +250,15 @@ def _rounds(blocks: Sequence[Block]) -> list[list[Block]]:
         else:
             rounds.append([block])
     return rounds
+
+
+def _needs(head: Sequence[Block], blocks: Sequence[Block]) -> int:
+    """The smallest --max_seq_len at which `fit` would keep an answer; 0 where there is none to learn."""
+    ends = []
+    for asked in _rounds(blocks):
+        first = next((number for number, block in enumerate(asked, 1) if any(block.learned)), None)
+        ends += [_length(head) + _length(asked[:first]) - 1] if first else []
+    return min(ends, default=0)
 
 
 def _length(blocks: Sequence[Block]) -> int:

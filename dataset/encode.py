@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 # Reading, hashing and writing in the main process keep up with about as many.
 MOST_PROCESSES = 32
 BAD_RECORDS_SHOWN = 20
+NEEDS_STEP = 64  # an advised --max_seq_len is a multiple of it
 
 
 @dataclass
@@ -48,11 +49,15 @@ class Encoded:
     bad: list[tuple[str, str]] = field(default_factory=list)
     dropped: list[tuple[str, str]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
+    needs: list[int] = field(default_factory=list)  # of each that was too long, the --max_seq_len that would keep it
 
 
 @dataclass
 class Report:
-    """What the sources held. records: used ones; bad, dropped, notes: how many by kind; duplicates: of other texts."""
+    """What the sources held. records: used ones; bad, dropped, notes: how many by kind; duplicates: of other texts.
+
+    needs: of those that were too long, how many a --max_seq_len of this multiple of NEEDS_STEP would keep.
+    """
 
     records: int = 0
     duplicates: int = 0
@@ -62,6 +67,7 @@ class Report:
     dropped: dict[str, int] = field(default_factory=dict)
     first_dropped: list[str] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)
+    needs: dict[str, int] = field(default_factory=dict)  # JSON's keys are strings
 
     def add(self, encoded: Encoded) -> None:
         """Count one chunk."""
@@ -72,6 +78,8 @@ class Report:
         self.dropped = dict(Counter(self.dropped) + Counter(kind for kind, _ in encoded.dropped))
         self.first_dropped += [line for _, line in encoded.dropped[: BAD_RECORDS_SHOWN - len(self.first_dropped)]]
         self.notes = dict(Counter(self.notes) + encoded.notes)
+        rounded = Counter(str(-(-length // NEEDS_STEP) * NEEDS_STEP) for length in encoded.needs)
+        self.needs = dict(Counter(self.needs) + rounded)
 
     def refuse_bad(self) -> None:
         """Raise DataError if there is a bad record, with the counts by kind and the first 20."""
@@ -98,7 +106,9 @@ class Report:
             )
         if self.dropped:
             more = sum(self.dropped.values()) - len(self.first_dropped)
-            lines = [f"dropped: {_kinds(self.dropped)}", *self.first_dropped, *[f"... and {more} more"] * (more > 0)]
+            share = sum(self.dropped.values()) / (self.records + dropped + bad)
+            lines = [f"dropped ({share:.1%}): {_kinds(self.dropped)}{self._what_would_keep_them()}"]
+            lines += [*self.first_dropped, *[f"... and {more} more"] * (more > 0)]
             log.info("%s", "\n  ".join(lines))
         if self.notes:
             log.info("of the used: %s", _kinds(self.notes))
@@ -106,6 +116,18 @@ class Report:
             log.info("%d of %d texts are duplicates of another; all are kept", self.duplicates, self.records)
         if self.blank_lines:
             log.info("%d blank lines skipped", self.blank_lines)
+
+    def _what_would_keep_them(self) -> str:
+        """Advice: the --max_seq_len that would keep nine of ten that were too long, because one may be endless."""
+        left = sum(self.needs.values())
+        most_left = left // 10
+        for length, count in sorted((int(length), count) for length, count in self.needs.items()):
+            left -= count
+            if left <= most_left:
+                return f"; of those too long, --max_seq_len {length} would keep all" + (
+                    f" but {left:,}" if left else ""
+                )
+        return ""
 
     def counts(self) -> str:
         """How many records were bad, by kind."""

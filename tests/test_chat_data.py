@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dataset.chat import CUT_ANSWER, SPLIT, TOO_LONG, Block, Row, encode, encode_records, fit, prompt_ids, show
+from dataset.chat import CUT_ANSWER, SPLIT, TOO_LONG, Block, Row, TooLong, encode, encode_records, fit, prompt_ids, show
 from dataset.conversations import Conversation, Turn, conversation_of
 from dataset.files import identify
 from dataset.records import BadRecord, read_chunks
@@ -447,6 +447,22 @@ def test_answer_too_long_for_a_row_is_counted_and_its_question_not_kept():
 def test_chain_of_tool_calls_too_long_for_a_row_ends_after_an_answer_that_fits():
     chain = ["user 5", "assistant 5", "tool 5", "assistant 5", "tool 40", "assistant 5"]
     assert rows_of(blocks_of("system 2", *chain, "user 5", "assistant 5"), 30) == ([[0, 1, 2, 3, 4], [0, 7, 8]], 1)
+
+
+def test_what_is_too_long_says_the_length_that_would_keep_an_answer():
+    with pytest.raises(TooLong, match="no answer ends within 11 tokens, one would within 12; the system turn has 3"):
+        fit(blocks_of("system 3", *["user 5", "assistant 5"] * 3), 11)
+    with pytest.raises(TooLong, match="one would within 54; no system turn"):
+        fit(blocks_of("user 5", "assistant 50"), 20)
+    draw = random.Random(1)
+    for _ in range(200):
+        roles = draw.choices(["user", "assistant", "tool", "system"], [4, 5, 1, 1], k=draw.randint(1, 8))
+        blocks = blocks_of(*(f"{role} {draw.randint(2, 9)}" for role in [*roles, "assistant"]))
+        with pytest.raises(TooLong) as problem:
+            fit(blocks, 0)
+        with pytest.raises(TooLong):
+            fit(blocks, problem.value.needs - 1)
+        assert fit(blocks, problem.value.needs)[0]
 
 
 def test_every_answer_is_in_one_row_or_counted_whatever_the_shape():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -204,6 +205,26 @@ def test_what_has_no_answer_or_no_room_is_dropped_named_and_counted(tmp_path, to
         for line, kind in ((7, "no answer"), (8, "empty answer"), (9, "longer than --max_seq_len")):
             assert f"a.jsonl:{line}: {kind}" in caplog.text
             assert f"1 {kind}" in caplog.text
+
+
+def test_what_is_dropped_for_its_length_says_its_share_and_the_length_that_would_keep_it(tmp_path, tokenizer, caplog):
+    caplog.set_level(logging.INFO)
+    long = [{"conversations": [ASK, {"role": "assistant", "content": "long " * count}]} for count in (99, 120)]
+    for _ in range(2):  # at the building and at every start after it
+        caplog.clear()
+        opened(tmp_path, tokenizer, [*RECORDS, *long])
+        told = re.search(
+            r"dropped \(25\.0%\): 2 longer .*; of those too long, --max_seq_len (\d+) would keep all", caplog.text
+        )
+        assert told
+    caplog.clear()
+    chats, _ = opened(tmp_path, tokenizer, [*RECORDS, *long], max_seq_len=int(told[1]))
+    assert chats.documents == 8
+    assert "dropped" not in caplog.text
+    # One that is endless does not make the advice.
+    endless = {"conversations": [ASK, {"role": "assistant", "content": "long " * 9999}]}
+    opened(tmp_path, tokenizer, [*RECORDS, *long * 10, endless])
+    assert f"--max_seq_len {told[1]} would keep all but 1\n" in caplog.text
 
 
 def test_records_that_are_no_conversations_are_refused_or_left_out(tmp_path, tokenizer):
