@@ -7,6 +7,8 @@ as torchrun does it. On one node a free port is chosen (--standalone).
 """
 
 import argparse
+import difflib
+import functools
 import json
 import logging
 import os
@@ -138,8 +140,11 @@ def parse(argv: list[str], signals: list[signal.Signals]) -> argparse.Namespace:
     import torch.distributed.run as torchrun
 
     from trainer.advice import cpus
+    from trainer.options import new_parser
 
     parser = torchrun.get_args_parser()
+    # Torch's parser with the words of ours: one line, and the option that was meant.
+    parser.error = functools.partial(type(new_parser("")).error, parser)
     parser.usage = "python -m scripts.launch [torchrun options] script.py [script options]"
     parser.description = __doc__.split("\n\n", 1)[1]
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -148,6 +153,11 @@ def parse(argv: list[str], signals: list[signal.Signals]) -> argparse.Namespace:
         ranks = torchrun.determine_local_world_size(args.nproc_per_node)
     except ValueError as error:
         parser.error(f"--nproc-per-node {args.nproc_per_node}: {error}")
+    script = Path(args.training_script)
+    if not (args.module or args.no_python or script.exists()):
+        close = difflib.get_close_matches(script.name, [path.name for path in script.parent.glob("*.py")], n=1)
+        hint = f"did you mean {script.with_name(close[0])}?" if close else "name the script after torchrun's options"
+        parser.error(f"{script}: no such script (looked from {Path.cwd()}); {hint}")
     remote = args.rdzv_endpoint or args.rdzv_backend != "static" or args.master_port is not None
     if args.nnodes in ("1", "1:1") and args.node_rank == 0 and not remote:
         args.standalone = True

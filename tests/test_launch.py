@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.launch import exit_code
+from scripts.launch import exit_code, parse
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_SECONDS = 60
@@ -104,6 +104,28 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         for file in one.folder.glob("[01].[0-9]"):
             if is_running(pid := int(file.read_text())):
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--nproc_per_nodes", "2", "train_pretrain.py"], ["--nproc_per_nodes", "did you mean --nproc_per_node?"]),
+        (["--nproc_per_node", "2", "train_pretrian.py"], ["no such script", "did you mean train_pretrain.py?"]),
+        (
+            ["--nproc_per_node", "2", "nowhere/x.py"],
+            ["nowhere/x.py: no such script", "looked from"],
+        ),
+    ],
+)
+def test_a_mistyped_command_is_one_line_with_what_was_meant(
+    argv: list[str], parts: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        parse(argv, [])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert [part for part in parts if part not in line] == []
 
 
 SAVES_WHEN_TOLD = """
