@@ -160,6 +160,10 @@ def opening_of(system: str | None, tools_file: str | None) -> Conversation:
     """What is there before the first question. Raises ValueError or OSError for a file that holds no tools."""
     tools = ()
     if tools_file:
+        if not Path(tools_file).exists():
+            raise ValueError(
+                f"--tools {tools_file}: no such file (looked from {Path.cwd()}); give a JSON list of tool descriptions"
+            )
         # Read as a training record's, so that the model is told of them as it was in training.
         turns = [{"role": role, "content": "-"} for role in ("user", "assistant")]
         try:

@@ -185,6 +185,11 @@ def test_a_file_without_tools_is_refused(tmp_path: Path, content: str) -> None:
         chat.opening_of(None, str(tmp_path / "tools.json"))
 
 
+def test_a_tools_file_that_is_not_there_is_said_so_and_from_where() -> None:
+    with pytest.raises(ValueError, match=r"^--tools missing\.json: no such file \(looked from .*\); give a JSON list"):
+        chat.opening_of(None, "missing.json")
+
+
 def test_an_answer_left_early_ends_there_and_the_conversation_goes_on(tokenizer: TextTokenizer) -> None:
     stopped = session(tokenizer, tiny())
     pieces = stopped.reply("hello")
