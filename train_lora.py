@@ -54,7 +54,12 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--val_fraction", type=float, default=0.0, help="share of the conversations to hold out")
     parser.add_argument("--cache_dir", default="out/cache", help="where the tokens of the data files are kept")
     parser.add_argument(
-        "--show_samples", type=int, default=0, help="print this many conversations, trained part in ⟦ ⟧"
+        "--show_samples",
+        type=int,
+        nargs="?",
+        const=3,
+        default=0,
+        help="print this many conversations (bare: 3), trained part in ⟦ ⟧",
     )
     parser.add_argument(
         "--system_prompt_share",

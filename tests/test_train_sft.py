@@ -112,7 +112,7 @@ def train_on_two(peers: Peers, folder: Path, base: Path, chats: Path) -> None:
 def test_shown_samples_mark_what_is_trained(tmp_path, base, capsys):
     chats = write_chats(tmp_path / "chats.jsonl", 20)
     options = [*SFT, "--data_path", chats, "--cache_dir", tmp_path / "cache", "--from_weight", base, "--max_steps", 1]
-    assert train(*options, "--show_samples", 3, "--out_dir", tmp_path / "sft", script=train_sft) == 0
+    assert train(*options, "--show_samples", "--out_dir", tmp_path / "sft", script=train_sft) == 0  # bare: 3
     shown = capsys.readouterr().out
     assert shown.count("<|im_start|>user\n") >= 3
     assert shown.count("⟦") == shown.count("<|im_end|>⟧") == shown.count("<|im_start|>assistant\n⟦") >= 3
