@@ -45,6 +45,7 @@ RUN = {f"{SMALL_RUN} ...", f"{MINIMIND_RUN} ..."}
 NOT_RUN = {
     "bash scripts/quickstart.sh ...": "tests/test_quickstart.py runs it, cut short",
     "bash scripts/quickstart.sh": "tests/test_quickstart.py runs it",
+    "rm -r out/quickstart": "it deletes the reader's runs",
     "bash scripts/test.sh ...": "it is what runs this test",
     "source .venv/bin/activate": "for the reader's own shell",
     "python train_pretrain.py": "7.5 GB of memory; the same with a smaller model is run",
@@ -126,7 +127,8 @@ def check(command: str) -> None:
         unknown = [word for word in words[3:] if word.startswith("--") and word not in answer.stdout]
         assert not unknown, command
     else:
-        assert words == ["source", ".venv/bin/activate"], f"{command}: of a kind that this test does not know"
+        known = ("source .venv/bin/activate", "rm -r out/quickstart")
+        assert command in known, f"{command}: of a kind that this test does not know"
 
 
 @pytest.mark.parametrize("command", sorted(set(commands(text_of(ENGLISH)))))
