@@ -314,7 +314,7 @@ def test_how_a_folder_was_trained_decides_how_it_is_used(tmp_path: Path, capsys:
 
 def test_a_manifest_that_is_none_says_nothing_about_a_folder(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("[" * 100_000)
-    assert not chat.was_trained_to_chat(tmp_path)
+    assert chat.stage_of(tmp_path) is None
 
 
 def test_an_adapter_is_found_and_chats_as_adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
