@@ -43,10 +43,11 @@ class Sampling:
     def __post_init__(self) -> None:
         wrong = {
             "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
-            "temperature": (0 <= self.temperature < float("inf"), "0 or more"),
-            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            # Numbers beyond these are zero or infinite to float32's logits, and the probabilities are none.
+            "temperature": (self.temperature == 0 or 1e-6 <= self.temperature < float("inf"), "0, or 1e-6 or more"),
+            "top_p": (1e-6 <= self.top_p <= 1, "1e-6 to 1"),
             "top_k": (self.top_k >= 0, "0 (all) or more"),
-            "repetition_penalty": (0 < self.repetition_penalty < float("inf"), "above 0 (1: none)"),
+            "repetition_penalty": (1e-9 <= self.repetition_penalty <= 1e9, "1e-9 to 1e9 (1: none)"),
             # Rows and turns count up from it, and torch takes seeds below 2^64.
             "seed": (self.seed is None or 0 <= self.seed < 2**63, "0 or more and below 2^63"),
         }

@@ -7,6 +7,7 @@ begins a new conversation, /exit leaves, and "/tool RESULT" gives what a tool th
 
 import argparse
 import contextlib
+import io
 import json
 import re
 import sys
@@ -26,6 +27,7 @@ from model.gpt import GPT
 from model.lora import is_adapter, open_model
 from model.weights import CONFIG_FILE
 from trainer.checkpoint import MANIFEST, newest_valid, read_json, resolve_weights, step_folders
+from trainer.ddp import choose_device
 from trainer.options import add_switch, new_parser
 
 RUNS = ("out/lora", "out/sft", "out/pretrain", "out/quickstart/lora", "out/quickstart/sft", "out/quickstart/pretrain")
@@ -74,7 +76,7 @@ def options() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=None, help="the same answers every time; none given: others")
     add_switch(parser, "--loop_guard", default=True, help="end an answer that repeats the same words for ever")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, cuda:1")
+    parser.add_argument("--device", default=None, help="cuda, cpu or mps (found by itself)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights")
     return parser
 
@@ -246,13 +248,14 @@ def open_session(args: argparse.Namespace) -> Session:
     # None of the three belongs into an answer: a model that writes one has ended it or begins another turn.
     stop_ids = frozenset((tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id))
     how = Sampling(stop_ids=stop_ids, **{name: getattr(args, name) for name in names})
+    device = choose_device(args.device, 0)
     opening, header = opening_of(args.system, args.tools), header_ids(tokenizer, args.open_thinking, args.empty_think)
     model = open_model(folder, args.num_attention_heads).eval()
     require_matching(tokenizer, model.config.vocab_size, folder if folder.is_dir() else None)
     try:
-        model.to(args.device, getattr(torch, args.dtype))
+        model.to(device, getattr(torch, args.dtype))
     except RuntimeError as problem:
-        raise ValueError(f"--device {args.device}: {problem}") from problem
+        raise ValueError(f"--device {device}: {problem}") from problem
     chats = stage_of(folder) in CHAT_STAGES if args.mode is None else args.mode == "chat"
     size = sum(weight.numel() for weight in model.parameters())
     doing = "chatting" if chats else "continuing plain text (--mode chat for a model that answers)"
@@ -327,7 +330,9 @@ def main() -> None:
     parser = options()
     args = parser.parse_args()
     for stream_, errors in ((sys.stdin, "replace"), (sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
-        stream_.reconfigure(encoding="utf-8", errors=errors)
+        if stream_ is not None:
+            stream_.reconfigure(encoding="utf-8", errors=errors)
+    sys.stdin = sys.stdin or io.StringIO()  # None where it is closed, as by <&-
     try:
         session = open_session(args)
         if args.prompt is None:

@@ -95,6 +95,8 @@ def questions_in(paths: list[str], encoding: str) -> list[dict]:
         )
         if not listed or not isinstance(record.get("question"), str):
             raise ValueError(f'{place}: no question; {{"question": "...", "answers": ["..."]}} is one')
+        if isinstance(record.get("topic"), list | dict):
+            raise ValueError(f"{place}: the topic is {record['topic']!s:.40}; give a string")
         questions.append(record)
     return questions
 
@@ -194,6 +196,8 @@ def main() -> None:
         evaluate_folder(args)
     except (ValueError, OSError) as problem:
         parser.error(str(problem))
+    except KeyboardInterrupt:
+        parser.exit(130, "interrupted\n")  # as a shell counts it
 
 
 if __name__ == "__main__":

@@ -370,5 +370,16 @@ def test_options_that_make_no_sense_are_one_error(tmp_path: Path) -> None:
         chat.open_session(parsed("--load_from", folder, "--temperature", -1, "--top_p", 3, "--seed", 10**20))
     with pytest.raises(ValueError, match="--open_thinking and --empty_think exclude each other"):
         chat.open_session(parsed("--load_from", folder, "--open_thinking", 1, "--empty_think", 1))
-    with pytest.raises(ValueError, match="--device nowhere"):
-        chat.open_session(parsed("--load_from", folder, "--device", "nowhere"))
+    for device in ("nowhere", "meta", "cuda:99"):
+        with pytest.raises(ValueError, match=f"--device {device}"):
+            chat.open_session(parsed("--load_from", folder, "--device", device))
+    tiny_numbers = ["--temperature", 1e-50, "--repetition_penalty", 1e-50, "--top_p", 1e-50]
+    with pytest.raises(ValueError, match=r"temperature is 1e-50.*top_p is 1e-50.*repetition_penalty is 1e-50"):
+        chat.open_session(parsed("--load_from", folder, *tiny_numbers))
+
+
+def test_with_standard_input_closed_there_is_nothing_to_answer_but_the_prompt(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m scripts.chat --load_from {save(tmp_path / 'm')} --max_new_tokens 3 --device cpu"
+    for more, answers in (("", False), (" --prompt hello", True)):
+        ran = subprocess.run(["bash", "-c", f"{command}{more} <&-"], cwd=ROOT, capture_output=True, timeout=120)
+        assert (ran.returncode, bool(ran.stdout.strip())) == (0, answers), ran.stderr.decode()

@@ -117,6 +117,25 @@ def test_every_question_is_shown_with_its_answer_and_counted(tmp_path: Path, cap
     assert second[-1].startswith("1 of 3 right")
 
 
+def test_a_topic_that_is_no_name_is_refused_before_anything_is_answered(tmp_path: Path) -> None:
+    folder, questions = save(tmp_path / "model"), tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "a", "answers": ["b"]}\n{"question": "a", "answers": ["b"], "topic": ["c"]}\n')
+    with pytest.raises(ValueError, match=r"questions\.jsonl:2: the topic is \['c'\]; give a string"):
+        evaluate.evaluate_folder(parsed(folder, questions))
+
+
+def test_an_interrupt_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    def interrupt(_: argparse.Namespace) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluate, "evaluate_folder", interrupt)
+    monkeypatch.setattr("sys.argv", ["evaluate", "a", "b"])
+    with pytest.raises(SystemExit) as end:
+        evaluate.main()
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 @pytest.mark.parametrize("bad", ['{"question": "c"}', '{"question": "c", "answers": "d"}', '["c"]'])
 def test_a_record_that_is_no_question_is_named(tmp_path: Path, bad: str) -> None:
     folder, questions = save(tmp_path / "model"), tmp_path / "questions.jsonl"

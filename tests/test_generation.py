@@ -35,6 +35,16 @@ def tiny(**changes) -> GPT:
     return lively(GPT(GPTConfig(**TINY, **changes))).eval()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"temperature": 1e-6}, {"temperature": 1e300}, {"top_p": 1e-6}, {"repetition_penalty": 1e-9},
+     {"repetition_penalty": 1e9}],
+)  # fmt: skip
+def test_the_extremes_that_are_allowed_give_probabilities(changes):
+    for answer in generate(tiny(), [[1, 2, 3]], Sampling(max_new_tokens=20, **changes)):
+        assert len(answer.ids) == 20
+
+
 def random_ids(count: int, seed: int = 1) -> list[int]:
     return torch.randint(0, 97, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
