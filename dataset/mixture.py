@@ -225,7 +225,7 @@ def mixed(
     low, high = min(data_weights), max(data_weights)
     if not problems and high > MOST_TIMES * low:
         problems.append(
-            f"--data_weights {low} and {high}: one is over {MOST_TIMES:,} times the other; leave that source out"
+            f"--data_weights {low} and {high}: the largest is over {MOST_TIMES:,} times the smallest; leave that out"
         )
     if len(data_weights) != len(data_path):
         problems.append(
