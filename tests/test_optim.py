@@ -17,6 +17,7 @@ PLAN = Plan(
     world_size=8,
     batch_size=64,
     accumulation=1,
+    global_batch=512,
     epochs=2,
     max_steps=None,
     learning_rate=5e-4,
@@ -114,5 +115,10 @@ def test_plan_says_how_batch_and_rate_came_about() -> None:
     assert "note:" not in text
 
 
+def test_plan_says_how_a_batch_is_shared_that_does_not_divide() -> None:
+    text = "\n".join(replace(PLAN, world_size=7).lines())
+    assert "512 sequences, as the run began with; each of 7 ranks takes 73 or one more, at most 64 per" in text
+
+
 def test_a_rate_that_scaling_made_tiny_is_pointed_out() -> None:
-    assert "128 times below --learning_rate" in "\n".join(replace(PLAN, world_size=1, batch_size=2).lines())
+    assert "128 times below --learning_rate" in "\n".join(replace(PLAN, world_size=1, batch_size=2, global_batch=2).lines())

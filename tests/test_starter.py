@@ -64,6 +64,7 @@ def test_the_defaults_give_twenty_steps_on_any_number_of_ranks(texts, ranks):
         tokens_per_epoch=tokens,
         world_size=ranks,
         accumulation=args.gradient_accumulation_steps,
+        global_batch=args.batch_size * ranks * args.gradient_accumulation_steps,
         lr_schedule=args.lr_schedule,
         warmup_steps=args.warmup_steps,
         **named(args, names),
