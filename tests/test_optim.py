@@ -121,4 +121,5 @@ def test_plan_says_how_a_batch_is_shared_that_does_not_divide() -> None:
 
 
 def test_a_rate_that_scaling_made_tiny_is_pointed_out() -> None:
-    assert "128 times below --learning_rate" in "\n".join(replace(PLAN, world_size=1, batch_size=2, global_batch=2).lines())
+    small = replace(PLAN, world_size=1, batch_size=2, global_batch=2)
+    assert "128 times below --learning_rate" in "\n".join(small.lines())
