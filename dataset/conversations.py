@@ -13,8 +13,11 @@ role of another name                                | human = user; gpt, bot, mo
                                                     | system; observation, function = tool; function_call, tool_call =
                                                     | an assistant's calls; any other is a bad record
 two turns of one role in a row, a late system turn  | kept where they stand
-content null, missing or white space                | a user's: bad record; an assistant's without calls: noted, not
+content null or white space                         | a user's: bad record; an assistant's without calls: noted, not
                                                     | trained; a system turn's: left out; a tool's: an empty result
+no content, value or calls; no output               | bad record that lists the keys
+content beside from, value beside role              | the text, where the format's own key has none
+conversations and messages                          | the one that is not empty; two that differ: bad record
 content as list of parts                            | the text parts, joined by line ends; an image or sound: bad record
 a tool's content as object or list                  | written as JSON
 answer that begins with <think> ... </think>        | its reasoning; marker strings anywhere else stay plain text
@@ -37,7 +40,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dataset.json_array import JSON
-from dataset.records import BadRecord, text_of
+from dataset.records import BadRecord, names, text_of
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 CALL = "function_call"
@@ -48,6 +51,7 @@ ROLES = {
     **dict.fromkeys(("tool", "observation", "function"), TOOL),
     **dict.fromkeys(("function_call", "tool_call"), CALL),
 }
+MESSAGES = ("conversations", "messages")  # keys of a record
 TEXT_PARTS = ("text", "input_text", "output_text")
 THINK, END_THINK = "<think>", "</think>"
 
@@ -115,11 +119,15 @@ def conversation_of(record: object) -> Conversation:
 
 def _messages(record: dict) -> list[dict]:
     """The messages of a record as objects with "role" and "content"."""
-    listed = next((key for key in ("conversations", "messages") if record.get(key) is not None), None)
+    filled = [key for key in MESSAGES if record.get(key)]
+    if len(filled) > 1 and record[filled[0]] != record[filled[1]]:
+        raise BadRecord('"conversations" and "messages" differ')
+    # Without "instruction" an empty list is one, too.
+    listed = filled or [key for key in MESSAGES if record.get(key) is not None and "instruction" not in record]
     if listed:
-        messages = record[listed]
+        messages = record[listed[0]]
         if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise BadRecord(f'"{listed}" is not a list of objects')
+            raise BadRecord(f'"{listed[0]}" is not a list of objects')
         messages = [_named_as_openai(message) for message in messages]
     elif "instruction" in record:
         messages = list(_alpaca_messages(record))
@@ -134,9 +142,15 @@ def _messages(record: dict) -> list[dict]:
 
 
 def _named_as_openai(message: dict) -> dict:
+    """A message with "role" and "content"; a mixture of the formats may have its text under the other's key."""
     if message.get("role") is None and "from" in message:
-        return message | {"role": message["from"], "content": message.get("value")}
-    return message
+        role, keys = message["from"], ("value", "content")
+    else:
+        role, keys = message.get("role"), ("content", "value")
+    if not any(key in message for key in (*keys, "tool_calls", "function_call")):
+        raise BadRecord('no "content" key', f"a message has the keys {names(message) or 'none'}")
+    text = next((message[key] for key in keys if message.get(key) not in (None, "")), None)
+    return message | {"role": role, "content": text}
 
 
 def _alpaca_messages(record: dict) -> Iterator[dict]:
@@ -145,6 +159,8 @@ def _alpaca_messages(record: dict) -> Iterator[dict]:
         raise BadRecord('"history" is not a list of pairs')
     for question, answer in history:
         yield from ({"role": USER, "content": question}, {"role": ASSISTANT, "content": answer})
+    if "output" not in record:
+        raise BadRecord('no "output" key', f"its keys: {names(record)}")
     asked = [_content(record.get(key)) for key in ("instruction", "input")]
     yield {"role": USER, "content": "\n".join(part for part in asked if part.strip())}
     yield {"role": ASSISTANT, "content": record.get("output")}

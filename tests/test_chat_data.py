@@ -251,7 +251,7 @@ def test_four_formats_give_the_same_conversation():
         (minimind(ASKS), "no answer"),
         (minimind(ANSWERS), "no answer"),
         (minimind(ASKS, ANSWERS | {"content": None}), "empty answer"),
-        (minimind(ASKS, {"role": "assistant"}), "empty answer"),
+        (minimind(ASKS, {"role": "assistant"}), 'no "content" key'),
         (minimind(ASKS, ANSWERS | {"content": " \n", "reasoning_content": "hm"}), "empty answer"),
         (minimind(ASKS, ANSWERS | {"content": 3}), '"content" is a number, not a string'),
         (minimind(ASKS, ANSWERS | {"content": "a\0"}), '"content" holds a NUL character'),
@@ -275,6 +275,10 @@ def test_four_formats_give_the_same_conversation():
         (minimind(ASKS, ANSWERS, tools=[{}]), "tool without a name"),
         (minimind(ASKS | {"tools": [TOOL]}, ANSWERS, tools=[TOOL, TOOL]), "tools in two places that differ"),
         ({"instruction": "a", "output": None}, "empty answer"),
+        ({"instruction": "a", "response": "b"}, 'no "output" key'),
+        (minimind({"role": "user", "text": "a"}, ANSWERS), 'no "content" key'),
+        (minimind(ASKS, {"role": "assistant", "text": "b"}), 'no "content" key'),
+        ({"conversations": [ASKS, ANSWERS], "messages": [ASKS]}, '"conversations" and "messages" differ'),
         ({"instruction": "", "output": "b"}, "empty user message"),
         ({"instruction": "a", "output": "b", "history": ["a"]}, '"history" is not a list of pairs'),
         (BadRecord("not JSON", "cut"), "not JSON"),
@@ -341,6 +345,31 @@ def test_odd_shapes_of_one_meaning_are_read_alike():
     for arguments in ("", None, {}, "{}"):
         read = conversation_of(minimind(ASKS, CALLS | {"tool_calls": [{"name": "now", "arguments": arguments}]}))
         assert read.turns[1].calls == ({"name": "now", "arguments": {}},)
+
+
+def test_text_under_either_formats_key_is_read_alike():
+    expected = conversation_of(minimind(ASKS, ANSWERS))
+    for ask, answer in (
+        ({"from": "human", "content": "1 + 二?"}, {"from": "gpt", "content": "It is 3."}),
+        ({"role": "user", "value": "1 + 二?"}, {"role": "assistant", "value": "It is 3."}),
+        (ASKS | {"value": None}, ANSWERS | {"value": "It is 3.", "content": None}),
+        (ASKS | {"from": "human", "value": "9"}, ANSWERS),
+    ):
+        assert conversation_of(minimind(ask, answer)) == expected
+    alpaca = {"instruction": "1 + 二?", "output": "It is 3."}
+    assert conversation_of(alpaca) == expected
+
+
+def test_of_two_lists_of_messages_an_empty_one_gives_way():
+    expected = conversation_of(minimind(ASKS, ANSWERS))
+    full = [ASKS, ANSWERS]
+    for record in (
+        {"conversations": [], "messages": full},
+        {"conversations": full, "messages": []},
+        {"conversations": full, "messages": full},
+        {"conversations": [], "messages": None, "instruction": "1 + 二?", "output": "It is 3."},
+    ):
+        assert conversation_of(record) == expected
 
 
 def test_a_message_of_no_weight_is_read_and_not_learned():
