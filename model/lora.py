@@ -27,6 +27,15 @@ CONFIG_FILE, WEIGHTS_FILE = ADAPTER_FILE, "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in PEFT's file
 FINGERPRINT, HEADS = "base_fingerprint", "num_attention_heads"
 
+# PEFT's fields that make another function of the same tensors, and the values that leave it alone.
+HARMLESS_VALUES = {
+    **dict.fromkeys(("use_rslora", "use_dora", "use_qalora", "fan_in_fan_out", "lora_bias"), (False, None)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({}, None)),
+    **dict.fromkeys(("layers_to_transform", "exclude_modules", "modules_to_save", "target_parameters"), (None, [])),
+    **dict.fromkeys(("layer_replication", "trainable_token_indices", "alora_invocation_tokens"), (None, [], {})),
+    "bias": ("none", None),
+}
+
 
 @dataclass(frozen=True)
 class LoRAConfig:
@@ -197,6 +206,10 @@ def read_adapter(folder: Path) -> Adapter:
         raw = json.loads(path.read_text(encoding="utf-8"))
         if raw["peft_type"] != "LORA":
             raise ValueError(f"peft_type is {raw['peft_type']!r}, only LORA is known")
+        if odd := [
+            f"{name} is {raw[name]!r}" for name, fit in HARMLESS_VALUES.items() if raw.get(name, fit[0]) not in fit
+        ]:
+            raise ValueError(f"{', '.join(odd)}, which its layers do not have")
         lora = LoRAConfig(raw["r"], raw["lora_alpha"], raw["lora_dropout"], tuple(raw["target_modules"]))
         base = str(raw["base_model_name_or_path"])
     except OSError as error:
@@ -210,6 +223,11 @@ def read_adapter(folder: Path) -> Adapter:
             state = {name.removeprefix(PREFIX): tensors.get_tensor(name) for name in sorted(tensors.keys())}
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder / WEIGHTS_FILE}: missing or damaged ({error}); copy or save it again") from None
+    odd = [name for name, tensor in state.items() if not (tensor.is_floating_point() and tensor.isfinite().all())]
+    if odd:
+        raise ValueError(
+            f"{folder / WEIGHTS_FILE}: {len(odd)} tensors are not finite floats (as {odd[0]}); save it again"
+        )
     return Adapter(lora, base, recorded.get(FINGERPRINT), heads, state)
 
 

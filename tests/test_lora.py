@@ -14,6 +14,7 @@ from torch import Tensor
 
 from model.gpt import GPT, GPTConfig
 from model.lora import (
+    PREFIX,
     TARGETS,
     LoRAConfig,
     LoRALinear,
@@ -206,6 +207,17 @@ def test_peft_opens_the_folder_with_equal_logits(tmp_path, lora, qk_norm):
     assert share(logits(model) - merged, merged) < 1e-5
 
 
+def test_an_adapter_that_peft_has_written_again_is_read(tmp_path):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    save_model_folder(tmp_path / "base", TINY, base_model().state_dict())
+    folder = save(tmp_path / "adapter", adapted())
+    foreign = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    peft.PeftModel.from_pretrained(foreign, folder).save_pretrained(tmp_path / "again")
+    ours, again = read_adapter(folder), read_adapter(tmp_path / "again")
+    assert again.lora == ours.lora
+    assert all(torch.equal(tensor, ours.state[name]) for name, tensor in again.state.items())
+
+
 def test_names_and_shapes_in_the_file_are_those_of_peft(tmp_path):
     tensors = load_file(save(tmp_path, adapted()) / "adapter_model.safetensors")
     assert len(tensors) == 2 * 7 * TINY.num_hidden_layers
@@ -298,6 +310,21 @@ def test_saving_an_incomplete_adapter_is_refused(tmp_path):
         (lambda folder: (folder / "adapter_config.json").write_text("[]"), "no LoRA adapter"),
         (lambda folder: (folder / "adapter_config.json").write_text("[" * 100_000), "no LoRA adapter"),
         (lambda folder: rewrite(folder, peft_type="IA3"), "peft_type is 'IA3'"),
+        (lambda folder: rewrite(folder, use_rslora=True), "use_rslora is True"),
+        (
+            lambda folder: rewrite(folder, use_dora=True, fan_in_fan_out=True),
+            "use_dora is True, fan_in_fan_out is True",
+        ),
+        (lambda folder: rewrite(folder, alpha_pattern={"q_proj": 64}), "alpha_pattern is {'q_proj': 64}"),
+        (lambda folder: rewrite(folder, rank_pattern={"q_proj": 2}), "rank_pattern is {'q_proj': 2}"),
+        (lambda folder: rewrite(folder, layers_to_transform=[0]), r"layers_to_transform is \[0\]"),
+        (lambda folder: rewrite(folder, modules_to_save=["lm_head"]), "modules_to_save is"),
+        (lambda folder: rewrite(folder, bias="all"), "bias is 'all'"),
+        (lambda folder: retype(folder, torch.int32), r"1 tensors are not finite floats \(as .*k_proj.*\)"),
+        (
+            lambda folder: retype(folder, torch.float32, float("nan")),
+            r"1 tensors are not finite floats \(as .*k_proj.*\)",
+        ),
         (lambda folder: rewrite(folder, r="4"), "rank is '4'"),
         (lambda folder: rewrite(folder, lora_alpha=10**400), "int too large"),
         (lambda folder: rewrite(folder, target_modules=["c_attn"]), "targets names 'c_attn'"),
@@ -389,6 +416,15 @@ def test_a_base_that_is_gone_is_named_with_every_place_and_its_fault(tmp_path, m
 def rewrite(folder: Path, **changes: object) -> None:
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def retype(folder: Path, dtype: torch.dtype, value: float = 1) -> None:
+    """Give one tensor another type, or one number another value."""
+    path, name = folder / "adapter_model.safetensors", f"{PREFIX}model.layers.1.self_attn.k_proj.lora_B.weight"
+    tensors = load_file(path)
+    tensors[name][0, 0] = value
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, path, metadata={"base_fingerprint": base_fingerprint(base_model())})
 
 
 def unsign(folder: Path) -> None:
