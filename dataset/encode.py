@@ -81,6 +81,17 @@ class Report:
         rounded = Counter(str(-(-length // NEEDS_STEP) * NEEDS_STEP) for length in encoded.needs)
         self.needs = dict(Counter(self.needs) + rounded)
 
+    def rename(self, names: dict[str, str]) -> None:
+        """Call the files of the first bad and dropped ones by the names they have now."""
+
+        def renamed(line: str) -> str:
+            old = max((name for name in names if line.startswith(f"{name}:")), key=len)
+            return names[old] + line.removeprefix(old)
+
+        self.first_bad, self.first_dropped = (
+            [renamed(line) for line in lines] for lines in (self.first_bad, self.first_dropped)
+        )
+
     def refuse_bad(self) -> None:
         """Raise DataError if there is a bad record, with the counts by kind and the first 20."""
         if self.bad:

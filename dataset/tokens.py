@@ -116,21 +116,21 @@ def open_cache(
         raise ValueError(f"--val_fraction {encoder.val_fraction} must be at least 0 and below 1")
     sources = identify_all(find_files(paths), reading.encoding)
     folder = cache_dir / _cache_key(sources, encoder)
-    cache = _load(folder, encoder)
+    cache = _load(folder, encoder, sources)
     waited = time.monotonic()
     # After a while without a builder it is due to differing data or a slow first process, and waiting may be in vain.
     while cache is None and not (builds or time.monotonic() > waited + BUILDER_COMES_SECONDS):
         time.sleep(0.05)
         if _is_locked(folder.with_suffix(".lock")):
             waited = time.monotonic()
-        cache = _load(folder, encoder, aloud=False)
+        cache = _load(folder, encoder, sources, aloud=False)
     if cache is None:
         with _naming_cache_dir(cache_dir):
             cache_dir.mkdir(parents=True, exist_ok=True)
             with _build_lock(folder.with_suffix(".lock")):
-                if (cache := _load(folder, encoder)) is None:
+                if (cache := _load(folder, encoder, sources)) is None:
                     _build(folder, sources, encoder, reading)
-                    cache = _load(folder, encoder)
+                    cache = _load(folder, encoder, sources)
     if cache is None:
         raise ValueError(f"--cache_dir {cache_dir}: {folder.name} was removed while it was in use; start again")
     # One cache for both: a start without --skip_bad_lines is refused by what an earlier one with it had left out.
@@ -154,8 +154,11 @@ def _cache_key(sources: list[Source], encoder: Encoder) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
-def _load(folder: Path, encoder: Encoder, aloud: bool = True) -> TokenCache | None:
-    """Open a finished cache; None where there is none, or a damaged one, which is said where `aloud`."""
+def _load(folder: Path, encoder: Encoder, sources: list[Source], aloud: bool = True) -> TokenCache | None:
+    """Open a finished cache; None where there is none, or a damaged one, which is said where `aloud`.
+
+    sources: as the files are called now; when it was built, the same content may have had other names.
+    """
     dtype = {"H": "<u2", "I": "<u4"}[typecode(encoder.tokenizer)]
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
@@ -171,8 +174,9 @@ def _load(folder: Path, encoder: Encoder, aloud: bool = True) -> TokenCache | No
                 if len(marks) != len(tokens) or len(rows) != row_count:
                     raise ValueError(f"{split}.{MARKS} or {split}.{ROWS} has the wrong size")
             streams[split] = TokenStream(tokens, **stored, marks=marks, rows=rows)
-        sources = tuple(source["sha256"] for source in meta["sources"])
-        return TokenCache(folder, streams["train"], streams.get("val"), sources, Report(**meta["report"]))
+        report, hashes = Report(**meta["report"]), tuple(source["sha256"] for source in meta["sources"])
+        report.rename({old["path"]: now.path for old, now in zip(meta["sources"], sources, strict=True)})
+        return TokenCache(folder, streams["train"], streams.get("val"), hashes, report)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -105,13 +105,20 @@ def minimind_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        raw = torch.load(path, map_location="cpu", weights_only=True)
+        with open(path, "rb") as file:
+            head = file.read(4)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error}); give a MiniMind .pth file") from None
-    # A damaged or hostile file fails as it likes: UnpicklingError, RuntimeError, EOFError, KeyError, ...
+    if not head.startswith((b"PK", b"\x80")):  # a zip archive, or before torch 1.6 a pickle
+        raise ValueError(f"{path}: torch.save has not written it (it begins with {head!r}); give a MiniMind .pth file")
+    try:
+        raw = torch.load(path, map_location="cpu", weights_only=True)
+    # A damaged or hostile file fails as it likes: UnpicklingError, RuntimeError, OSError, EOFError, KeyError, ...
     except Exception as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(f"{path}: not a file of tensors alone ({reason:.200}); give a MiniMind .pth file") from None
+        raise ValueError(
+            f"{path}: damaged, cut off, or not a file of tensors alone ({reason:.200}); give a whole MiniMind .pth file"
+        ) from None
     if isinstance(raw, dict) and isinstance(raw.get("model"), dict):
         raw = raw["model"]  # a resume file
     if not isinstance(raw, dict) or not raw or not all(isinstance(name, str) for name in raw):

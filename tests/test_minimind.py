@@ -237,7 +237,11 @@ class Trap:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"not a zip, not a pickle", "not a file of tensors alone"),
+        (b"not a zip, not a pickle", r"torch\.save has not written it \(it begins with b'not '\)"),
+        (b"e101", "torch.save has not written it"),
+        (b"", "torch.save has not written it"),
+        (b"PK\x03\x04" + b"\0" * 50, "damaged, cut off, or not a file of tensors alone"),
+        (b"\x80\x02", "damaged, cut off, or not a file of tensors alone"),
         ([torch.zeros(2)], "holds no tensors by name"),
         ({}, "holds no tensors by name"),
         ({"a.weight": 3}, r"1 entries are no dense float tensors \(as a.weight\)"),
@@ -257,6 +261,14 @@ def test_another_file_is_refused_in_one_sentence(tmp_path, content, words):
         read_minimind(path)
     assert str(refusal.value).startswith(str(path))
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
+def test_a_file_that_is_cut_off_is_said_to_be(tmp_path, share):
+    path = save(tmp_path / "a.pth", reference(2).state())
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    with pytest.raises(ValueError, match=r"a\.pth: damaged, cut off, or not a file of tensors alone"):
+        read_minimind(path)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):

@@ -57,6 +57,19 @@ def decoded_documents(ids: np.ndarray, tokenizer: TextTokenizer) -> list[str]:
     return [tokenizer.decode(document[1:-1].tolist()) for document in documents]
 
 
+def test_a_cached_report_names_the_files_as_they_are_called_now(tmp_path, tokenizer):
+    paths = [Path(write_jsonl(tmp_path / f"{name}.jsonl", [name])) for name in "ab"]
+    for path in paths:
+        path.write_text(path.read_text() + "{\n")
+    skipping = tokens.Reading(skip_bad_lines=True)
+    open_token_cache([str(path) for path in paths], tokenizer, tmp_path / "cache", reading=skipping)
+    named = [path.rename(tmp_path / new) for path, new in zip(paths, ("b.jsonl.old", "c"), strict=True)]
+    with pytest.raises(DataError) as refusal:
+        open_token_cache([str(path) for path in named], tokenizer, tmp_path / "cache")
+    assert [line.strip().split(": ")[0] for line in str(refusal.value).splitlines()[1:]] == [f"{p}:2" for p in named]
+    assert len(list((tmp_path / "cache").glob("*/meta.json"))) == 1
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 20])
 def test_each_document_becomes_bos_ids_eos_whatever_the_chunk_size(tmp_path, tokenizer, monkeypatch, chunk_bytes):
     texts = TEXTS * 5
