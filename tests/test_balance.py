@@ -53,5 +53,5 @@ def test_the_rank_that_works_longest_is_named_in_the_metrics(tmp_path: Path, tex
     on_ranks(2, train_with_a_slow_rank, tmp_path, texts)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     # The wait of rank 0 for rank 1 is inside its backward pass and must not count.
-    assert [line["slowest_rank"] for line in lines] == [1.0] * 6
+    assert [line["slowest_rank"] for line in lines[1:]] == [1.0] * 5
     assert min(line["slowest_rank_lag"] for line in lines[1:]) > 0.5  # the first step builds what all wait for
