@@ -14,6 +14,7 @@ from trainer import guard
 from trainer.checkpoint import read_json, step_folders
 from trainer.ddp import DataParallel
 from trainer.guard import LOOKBACK, PATIENCE, Spike, Watch, judge
+from trainer.snapshots import Snapshots
 
 
 def run(losses: list[float], threshold: float = 0.1, armed_from: int = 0) -> list[tuple[int, Spike]]:
@@ -199,6 +200,20 @@ def test_without_a_guard_or_a_checkpoint_to_go_back_to_training_goes_on(
     assert train(*options, "--out_dir", tmp_path / "late", "--checkpoint_interval", 50) == 0
     assert not events(tmp_path / "late", "rollback")
     assert final_bytes(tmp_path / "late") == final_bytes(tmp_path / "off")
+
+
+def test_a_spike_without_a_way_back_does_not_keep_the_last_step_from_being_saved(
+    tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, 43, global_batch=2)
+    monkeypatch.setattr(Snapshots, "newest_before", lambda self, step: 0)  # as if the disk had taken none
+    options = [*OPTIONS, "--data_path", texts, "--cache_dir", tmp_path / "cache"]
+    for steps in (47, 48):  # the third bad loss is that of step 47, seen at the end of the run or a step before it
+        run_dir = tmp_path / f"run_{steps}"
+        assert train(*options, "--max_steps", steps, "--out_dir", run_dir) == 0
+        assert len(events(run_dir, "spike")) == 1
+        assert step_folders(run_dir)[-1].name == f"step_{steps:08d}"
+        assert [point[0] for point in curve(run_dir)] == list(range(1, steps + 1))
 
 
 def roll_back_on_two_ranks(peers: Peers, folder: Path, texts: Path) -> None:

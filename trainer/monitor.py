@@ -229,7 +229,7 @@ class Monitor:
 
     def rewind(self, last_step: int, validated_step: int) -> None:
         """Make the curve in metrics.jsonl end at a step that the run returns to. Dashboards keep what they have."""
-        for sink in self.sinks:
+        for sink in list(self.sinks):
             if isinstance(sink, Jsonl):
                 self._guarded(sink, lambda sink=sink: sink.rewind(last_step, validated_step))
 

@@ -407,11 +407,11 @@ class Run:
         # A stop has only so many seconds: the validation is made up for at the next start.
         validates = self.validator.is_due(state, self.plan.total_steps) and not self._stopping
         saves = ends or is_due(state.step, self.args.checkpoint_interval) or state.step == self._save_again_at
-        if (validates or saves) and not self._spike:
+        if validates or saves:
             # The curve up to here must be on the disk before a checkpoint says that it is.
             state, _ = self._agree(state, [])
-        if self._spike:
-            return self._roll_back(state, self._spike)
+        if self._spike and (back := self._roll_back(state, self._spike)):
+            return back
         if validates or saves:
             if self.attempts:
                 self.attempts.enter(BETWEEN_STEPS)
@@ -421,8 +421,8 @@ class Run:
                     state = self._save(state, before, ends)
         return state
 
-    def _roll_back(self, state: TrainState, spike: guard.Spike) -> TrainState:
-        """Return to the newest checkpoint before a spike, and leave out the data that led to it."""
+    def _roll_back(self, state: TrainState, spike: guard.Spike) -> TrainState | None:
+        """Return to the newest checkpoint before a spike, and leave out the data that led to it; None without one."""
         self._spike = None
         first, last = spike.first_update, spike.last_update
         losses = ", ".join(f"{loss:.3f}" for loss in spike.losses) or "not finite"
@@ -433,7 +433,7 @@ class Run:
         if not target:
             if self.ranks.is_first:
                 log.warning("%s; no checkpoint before step %d is left to go back to, so training goes on", what, first)
-            return state
+            return None
         if state.rollbacks == guard.MOST_ROLLBACKS:
             raise GivenUp(
                 f"{what} once more after {state.rollbacks} rollbacks; the newest stable checkpoint is that of step "
