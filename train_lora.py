@@ -21,6 +21,7 @@ from model.weights import starting_model
 from trainer.optim import adamw
 from trainer.options import (
     MODEL_SIZES,
+    add_chat_options,
     add_model_options,
     add_rate_options,
     add_run_options,
@@ -53,26 +54,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--val_path", nargs="+", default=None, help="conversations to validate on, of the same kinds")
     parser.add_argument("--val_fraction", type=float, default=0.0, help="share of the conversations to hold out")
     parser.add_argument("--cache_dir", default="out/cache", help="where the tokens of the data files are kept")
-    parser.add_argument(
-        "--show_samples",
-        type=int,
-        nargs="?",
-        const=3,
-        default=0,
-        help="print this many conversations (bare: 3), trained part in ⟦ ⟧",
-    )
-    parser.add_argument(
-        "--system_prompt_share",
-        type=float,
-        default=0.0,
-        help="share of conversations given a system prompt (MiniMind: 0.2)",
-    )
-    parser.add_argument(
-        "--empty_think_share",
-        type=float,
-        default=0.0,
-        help="share of conversations whose answers begin with an empty think block (minimind-3: 0.2)",
-    )
+    add_chat_options(parser, system_prompt_share=0.0, empty_think_share=0.0)
     parser.add_argument("--tokenizer_path", default=None, help="folder with tokenizer.json, if not that of the weights")
     parser.add_argument(
         "--from_weight",

@@ -200,6 +200,33 @@ def add_rate_options(
     rate.add_argument("--lr_schedule", choices=SCHEDULES, default=lr_schedule, help="shape of the rate over the steps")
 
 
+def add_chat_options(
+    parser: argparse.ArgumentParser, *, system_prompt_share: float = 0.0, empty_think_share: float = 0.0
+) -> None:
+    """Declare what the stages that train on conversations share."""
+    chats = parser.add_argument_group("chats")
+    chats.add_argument(
+        "--show_samples",
+        type=int,
+        nargs="?",
+        const=3,
+        default=0,
+        help="print this many conversations (bare: 3), trained part in ⟦ ⟧",
+    )
+    chats.add_argument(
+        "--system_prompt_share",
+        type=float,
+        default=system_prompt_share,
+        help="share of conversations given a system prompt (MiniMind: 0.2)",
+    )
+    chats.add_argument(
+        "--empty_think_share",
+        type=float,
+        default=empty_think_share,
+        help="share of conversations whose answers begin with an empty think block (minimind-3: 0.2)",
+    )
+
+
 def add_model_options(
     parser: argparse.ArgumentParser,
     *,
