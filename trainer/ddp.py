@@ -56,6 +56,11 @@ class Ranks:
         dist.all_reduce(total, group=self.control)
         return total.tolist()
 
+    def slots(self, values: Iterable[float]) -> list[float]:
+        """This rank's values in its own place among zeros, so that a sum over the ranks shows everyone's."""
+        mine = list(values)
+        return [0.0] * (len(mine) * self.rank) + mine + [0.0] * (len(mine) * (self.world_size - self.rank - 1))
+
     def require_same(self, value: object) -> None:
         """Raise ValueError on every rank unless all ranks hold an equal value (of JSON's types). A collective."""
         digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()

@@ -43,6 +43,7 @@ METRICS = {
     "skipped_updates": Metric("updates", "same on all ranks", "updates skipped for a non-finite loss or gradient"),
     "rollbacks": Metric("rollbacks", "same on all ranks", "returns of the loss guard to a stable checkpoint"),
     "failed_saves": Metric("saves", "rank 0", "checkpoints that could not be written since this start"),
+    "data_wait_share": Metric("share", "largest over ranks", "of a step's time: waiting for the data loader"),
     "slowest_rank": Metric("rank", "largest over ranks", "whose own work took longest since the last log line"),
     "slowest_rank_lag": Metric("share", "largest over ranks", "how much longer that took than the median rank's"),
     "epochs": Metric("epochs", "same on all ranks", "passes over a source of a mixture, as epochs/<source>"),

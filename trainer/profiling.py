@@ -3,7 +3,7 @@
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ class StepClock:
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._steps = self._tokens = 0
-        self._last_lap = 0.0
+        self._last_step_seconds = 0.0
 
     def count(self, tokens: int) -> None:
         """Note one finished step."""
@@ -34,16 +34,16 @@ class StepClock:
     def step_seconds(self) -> float:
         """Mean duration of a step in this lap, or in the last one; 0 before the first step."""
         if not self._steps:
-            return self._last_lap
+            return self._last_step_seconds
         return (time.perf_counter() - self._start) / self._steps
 
     def lap(self) -> dict[str, float]:
-        """Rates since the last lap: tokens_per_second and step_seconds."""
+        """What was done since the last lap: seconds, steps, tokens (of all ranks)."""
         now = time.perf_counter()
-        seconds, steps, tokens = max(now - self._start, 1e-9), self._steps, self._tokens
+        done = {"seconds": max(now - self._start, 1e-9), "steps": self._steps, "tokens": self._tokens}
         self._start, self._steps, self._tokens = now, 0, 0
-        self._last_lap = seconds / max(steps, 1)
-        return {"tokens_per_second": tokens / seconds, "step_seconds": self._last_lap}
+        self._last_step_seconds = done["seconds"] / max(done["steps"], 1)
+        return done
 
 
 class WorkClock:
@@ -87,6 +87,42 @@ class WorkClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+class Meters:
+    """What a rank measures of its own training between two log steps."""
+
+    def __init__(self, work: WorkClock) -> None:
+        """work: the back end's clock, read from here on."""
+        self.clock, self.work = StepClock(), work
+        self._data_wait = 0.0
+        work.lap()
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Count what happens inside as waiting for the loader."""
+        began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        self._data_wait += seconds
+        self.work.add(seconds)
+
+    def read(self) -> dict[str, float]:
+        """This rank's readings since the last call, in seconds but for counts; the same names on every rank."""
+        readings = {**self.clock.lap(), "work": self.work.lap(), "data_wait": self._data_wait}
+        self._data_wait = 0.0
+        return readings
+
+
+def combined(readings: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The metrics of a log step, made of what `Meters.read` gave on every rank, in the order of the ranks."""
+    seconds, steps, tokens = (readings[name][0] for name in ("seconds", "steps", "tokens"))
+    return {
+        "tokens_per_second": tokens / seconds,
+        "step_seconds": seconds / max(steps, 1),
+        "data_wait_share": max(readings["data_wait"]) / seconds,
+        **balance(readings["work"]),
+    }
 
 
 def balance(seconds: Sequence[float]) -> dict[str, float]:

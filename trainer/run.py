@@ -37,7 +37,7 @@ from trainer.ownership import (
     leave,
 )
 from trainer.plan import Plan, data_step, is_due
-from trainer.profiling import Pending, StepClock, balance
+from trainer.profiling import Meters, Pending, combined
 from trainer.recovery import StopFlag, Watchdog
 from trainer.snapshots import Snapshots, find_newest, read_weights
 from trainer.trackers import TensorBoard, Wandb, wandb_mode
@@ -346,7 +346,7 @@ class Run:
             loss = self.validator.prove_weights(self._batch.micro_batches, self._target_tokens, vocab_size)
             if not math.isfinite(loss):
                 raise GivenUp(f"the given weights have a loss of {loss}; they are damaged, give others: --from_weight")
-        self.clock = StepClock()
+        self.meters = Meters(self.backend.work)
         self.watchdog.start()
         return state
 
@@ -383,22 +383,20 @@ class Run:
         this one, which have reached the host by now: the loop never waits for the device, except to save.
         """
         tokens = int(self._target_tokens)
-        self.clock.count(tokens)
+        self.meters.clock.count(tokens)
         state = dataclasses.replace(state, step=state.step + 1, tokens=state.tokens + tokens)
         numbers = {"learning_rate": rate, "tokens": state.tokens}
-        if self._is_logged(state.step):
-            numbers |= self.clock.lap() | self._passes(state)
         done = Pending(state.step, numbers, loss, grad_norm)
-        began = time.perf_counter()
-        self._batch = next(self._batches, None)
-        self.backend.work.add(time.perf_counter() - began)
+        with self.meters.waiting_for_data():
+            self._batch = next(self._batches, None)
         coming = self._batch.target_tokens if self._batch else 0
-        work = [0.0] * self.world_size if self._is_logged(state.step) else []
-        if work:
-            work[self.rank] = self.backend.work.lap()
         stopped = float(self.stop.received is not None)
-        state, (self._target_tokens, stops, *work) = self._agree(state, [coming, stopped, *work])
-        numbers |= balance(work)
+        mine = self.meters.read() if self._is_logged(state.step) else {}
+        shared = self.ranks.slots(mine.values())
+        state, (self._target_tokens, stops, *shared) = self._agree(state, [coming, stopped, *shared])
+        if mine:
+            everyones = {name: shared[index :: len(mine)] for index, name in enumerate(mine)}
+            numbers |= combined(everyones) | self._passes(state)
         self._pending, self._step, self._stopping = done, state.step, stops > 0
         self.monitor.tick(state.step)
         self.watchdog.step_done()
@@ -415,7 +413,7 @@ class Run:
         if validates or saves:
             if self.attempts:
                 self.attempts.enter(BETWEEN_STEPS)
-            with self.clock.paused(), self.watchdog.patient():
+            with self.meters.clock.paused(), self.watchdog.patient():
                 before, state = state, self.validator.validate(state) if validates else state
                 if saves or state.best_step == state.step:
                     state = self._save(state, before, ends)
@@ -440,7 +438,7 @@ class Run:
                 f"{target}; lower --learning_rate or look at the data (events.jsonl has their sample ids)"
             )
         window = [data_step(update, state.skipped) for update in range(first, last + 1)]
-        with self.clock.paused(), self.watchdog.patient():
+        with self.meters.clock.paused(), self.watchdog.patient():
             back = self.snapshots.return_to(target, self.backend)
         back = dataclasses.replace(
             back, skipped=tuple(sorted({*state.skipped, *window})), rollbacks=state.rollbacks + 1
@@ -464,7 +462,7 @@ class Run:
     def _save(self, state: TrainState, before: TrainState, ends: bool) -> TrainState:
         """Save, twice if need be at the end of a run; a best validation counts only with its checkpoint."""
         for _ in range(2 if ends else 1):
-            if self.snapshots.save(self.backend, state, self.clock.step_seconds, waits=ends):
+            if self.snapshots.save(self.backend, state, self.meters.clock.step_seconds, waits=ends):
                 return state
         self._unsaved = ends
         # Sooner than at the next regular save: until then a crash costs what was trained since the last one.
