@@ -25,6 +25,8 @@ from trainer.ownership import HOPELESS, STOPPED
 
 USAGE = 2  # argparse's code
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1]
+# What a rank ends with that a stop signal kills: it had no handler yet, so it had not begun, and nothing is lost.
+KILLED_BY_STOP = {-number for number in SIGNALS}
 STRANDED_SECONDS = 5.0
 
 
@@ -66,11 +68,12 @@ class Stop:
 
 def exit_code(codes: Collection[int], stopping: bool) -> int:
     """The run's code out of its ranks' codes, where -15 says that SIGTERM killed a rank, and so on."""
-    own = set(codes) - {0, -signal.SIGTERM}
+    own = set(codes) - {0} - KILLED_BY_STOP
+    killed = not KILLED_BY_STOP.isdisjoint(codes)
     if own and own <= {STOPPED, HOPELESS}:
         return max(own)
-    if stopping and (-signal.SIGTERM in codes or not codes):
-        # A rank that SIGTERM kills had not begun, so whatever befell the others then, nothing is lost.
+    # Whatever befell the others of a run that stops before it has begun is of no account.
+    if (killed and not own) or (stopping and (killed or not codes)):
         return STOPPED
     if own == {USAGE}:
         return USAGE
@@ -186,7 +189,8 @@ def launch(argv: list[str], stop: Stop) -> int:
     except multiprocessing.SignalException:
         codes = stop.codes
     for rank, code in sorted(codes.items()):
-        if code not in (0, STOPPED, HOPELESS, -signal.SIGTERM):
+        by_us = code == -signal.SIGTERM and (stop.signal is not None or len(set(codes.values())) > 1)
+        if code not in (0, STOPPED, HOPELESS) and not by_us:
             say(f"rank {rank} " + (f"exited with {code}" if code > 0 else f"died of {signal.Signals(-code).name}"))
     # A rank on its way out may still die of a second SIGTERM; the code that it left behind is the truth.
     stopped = stop.signal is not None or set(codes.values()) <= {0, -signal.SIGTERM}

@@ -320,7 +320,9 @@ def test_help_says_what_the_launcher_adds_and_lists_the_options_of_torchrun():
         ([1, 75], False, 1),
         ([1, 75], True, 1),
         ([-9, -15], False, 1),
-        ([-15, -15], False, 1),
+        ([-15, -15], False, 75),  # told to stop by someone else than the launcher
+        ([-2], False, 75),
+        ([-10, 1], False, 1),
         ([-15, -15], True, 75),
         ([1, -15], True, 75),
         ([-9, 75], True, 1),
