@@ -21,7 +21,8 @@ UNPICKLER = ROOT / "model" / "minimind.py"
 # run.py composes; snapshots.py and validator.py are parts of it. The others know one another only this far.
 COMPOSERS = {"run.py", "snapshots.py", "validator.py"}
 TRAINER_MAY_KNOW = {
-    f"trainer.{name}" for name in ("ddp", "backends", "checkpoint", "optim", "plan", "guard", "rendezvous", "profiling")
+    f"trainer.{name}"
+    for name in ("ddp", "backends", "checkpoint", "optim", "plan", "guard", "rendezvous", "profiling", "memory")
 }
 
 

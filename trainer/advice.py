@@ -10,6 +10,7 @@ import torch
 
 from trainer.checkpoint import step_folders
 from trainer.ddp import Ranks
+from trainer.memory import WARN_SHARE
 from trainer.plan import FEW_STEPS, Plan
 
 log = logging.getLogger(__name__)
@@ -133,6 +134,27 @@ def short_disk(free: int, size: int, keep: int, there: int, saves: int) -> str |
         f"{free / 1e9:.1f} GB are free for the run folder, but {coming} more checkpoints of {size / 1e9:.2f} GB will "
         f"stand in it: make room, or lower --keep_checkpoints (now {keep})"
     )
+
+
+def full_memory(
+    share: float, what: str, batch_size: int, accumulation: int, activation_checkpointing: bool
+) -> str | None:
+    """Advice where more than WARN_SHARE of a memory is in use, that leaves the global batch as it is.
+
+    share: in use, at its peak; what: whose. The proposal is the next smaller micro-batch with more accumulation, and
+    from single sequences on to recompute activations.
+    """
+    if share <= WARN_SHARE:
+        return None
+    sequences = batch_size * accumulation
+    smaller = max((size for size in range(1, batch_size) if sequences % size == 0), default=None)
+    if smaller is not None:
+        do = f"--batch_size {smaller} --gradient_accumulation_steps {sequences // smaller} keeps the global batch"
+    elif not activation_checkpointing:
+        do = "--activation_checkpointing keeps the batch and costs about 30 % more work"
+    else:
+        do = "the micro-batch is one sequence already: a smaller model or --max_seq_len is left, in a run of its own"
+    return f"{share:.0%} of {what} is in use (above {WARN_SHARE:.0%} the next peak may end the run); {do}"
 
 
 def few_steps(steps: int, samples: int, epochs: float, global_batch: int) -> str | None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.memory import MEMORY, memory_readings
+
 
 class StepClock:
     """Measures steps and tokens per second between laps, leaving out validation and saving."""
@@ -53,7 +55,7 @@ class WorkClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self.device, self._on_gpu = device, device.type == "cuda"
         self._spans: list[tuple[Any, Any]] = []
         self._waited = 0.0
 
@@ -108,10 +110,10 @@ class Meters:
         self.work.add(seconds)
 
     def read(self) -> dict[str, float]:
-        """This rank's readings since the last call, in seconds but for counts; the same names on every rank."""
+        """This rank's readings since the last call: seconds, counts, memory; the same names on every rank."""
         readings = {**self.clock.lap(), "work": self.work.lap(), "data_wait": self._data_wait}
         self._data_wait = 0.0
-        return readings
+        return readings | memory_readings(self.work.device)
 
 
 def combined(readings: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -121,6 +123,7 @@ def combined(readings: Mapping[str, Sequence[float]]) -> dict[str, float]:
         "tokens_per_second": tokens / seconds,
         "step_seconds": seconds / max(steps, 1),
         "data_wait_share": max(readings["data_wait"]) / seconds,
+        **{name: max(values) for name, values in readings.items() if name in MEMORY},
         **balance(readings["work"]),
     }
 

@@ -143,6 +143,7 @@ class Run:
         self._spike: guard.Spike | None = None  # noticed, and not answered yet
         self._save_again_at: int | None = None
         self._skipped = 0  # updates
+        self._warned_of_memory = False
         self._skips = ""  # what the end of the run has to say about them
         self._batches: Generator[StepBatch, None, None] | None = None
         self.ranks: Ranks = find_ranks(args.device)
@@ -397,6 +398,7 @@ class Run:
         if mine:
             everyones = {name: shared[index :: len(mine)] for index, name in enumerate(mine)}
             numbers |= combined(everyones) | self._passes(state)
+            self._watch_memory(state.step, numbers)
         self._pending, self._step, self._stopping = done, state.step, stops > 0
         self.monitor.tick(state.step)
         self.watchdog.step_done()
@@ -458,6 +460,16 @@ class Run:
                 log.info("step %d: source %s ran out and begins pass %d", state.step, name, int(now) + 1)
         self._whole_passes = {name: int(now) for name, now in passes.items()}
         return {f"epochs/{name}": now for name, now in passes.items()}
+
+    def _watch_memory(self, step: int, numbers: dict[str, float]) -> None:
+        """Warn once where the memory that the run lives in is nearly full."""
+        args, name = self.args, "gpu_memory_share" if self.on_gpu else "host_memory_share"
+        what = "a GPU's memory" if self.on_gpu else "the machine's memory (by all processes on it)"
+        split = args.batch_size, args.gradient_accumulation_steps, args.activation_checkpointing
+        warning = advice.full_memory(numbers.get(name, 0.0), what, *split)
+        if warning and self.ranks.is_first and not self._warned_of_memory:
+            log.warning("step %d: %s", step, warning)
+            self._warned_of_memory = True
 
     def _save(self, state: TrainState, before: TrainState, ends: bool) -> TrainState:
         """Save, twice if need be at the end of a run; a best validation counts only with its checkpoint."""
