@@ -10,12 +10,14 @@ from pathlib import Path
 
 from torch import Tensor
 
+from dataset.encode import TextEncoder
 from dataset.loader import EvalLoader, StepLoader
 from dataset.mixture import mixed
+from dataset.survey import profile, survey
 from dataset.text import text_windows
 from dataset.tokenizer import load_tokenizer, require_matching
 from dataset.tokens import Reading
-from model.weights import save_model_folder, starting_model
+from model.weights import save_model_folder, starting_config, starting_model
 from trainer.optim import adamw
 from trainer.options import (
     MODEL_SIZES,
@@ -94,31 +96,46 @@ def options() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """Train until the steps are done or a signal asks to stop; raises SystemExit with the code that says which."""
     with start_run(args, stage="pretrain") as run:
-        tokenizer = load_tokenizer(args.tokenizer_path)
-        mixture, held_out = mixed(
-            partial(
-                text_windows,
-                val_fraction=args.val_fraction,
-                tokenizer=tokenizer,
+        reading = Reading(args.text_key, args.encoding, args.skip_bad_lines or args.dry_run)
+        with run.part("tokenizer"):
+            tokenizer = load_tokenizer(args.tokenizer_path)
+        with run.part("weights"):
+            start = run.starting_folder()
+            config = starting_config(
+                start,
+                named(args, MODEL_SIZES),
+                vocab_size=tokenizer.vocab_size,
+                given=MODEL_SIZES & args.given,
                 max_seq_len=args.max_seq_len,
-                cache_dir=Path(args.cache_dir),
-                reading=Reading(args.text_key, args.encoding, args.skip_bad_lines),
-                builds=run.first_here,
-            ),
-            args.data_path,
-            args.data_weights,
-            args.val_path,
-            args.seed,
-        )
-        start = run.starting_folder()
-        model = starting_model(
-            start,
-            named(args, MODEL_SIZES),
-            vocab_size=tokenizer.vocab_size,
-            given=MODEL_SIZES & args.given,
-            max_seq_len=args.max_seq_len,
-        )
-        require_matching(tokenizer, model.config.vocab_size, start)
+            )
+            require_matching(tokenizer, config.vocab_size, start)
+        with run.part("data"):
+            if args.dry_run and run.first_here:
+                paths = [*args.data_path, *(args.val_path or [])]
+                seen = survey(
+                    paths, TextEncoder(tokenizer, args.text_key, 0.0), reading, refuses=not args.skip_bad_lines
+                )
+                run.found(seen)
+            mixture, held_out = mixed(
+                partial(
+                    text_windows,
+                    val_fraction=args.val_fraction,
+                    tokenizer=tokenizer,
+                    max_seq_len=args.max_seq_len,
+                    cache_dir=Path(args.cache_dir),
+                    reading=reading,
+                    builds=run.first_here,
+                ),
+                args.data_path,
+                args.data_weights,
+                args.val_path,
+                args.seed,
+            )
+            if args.dry_run and run.first_here:
+                for source in mixture.sources:
+                    run.found(profile(source.stream, tokenizer, args.max_seq_len, seen))
+        run.require_parts()
+        model = starting_model(start, config)
 
         def write_model(folder: Path, weights: dict[str, Tensor]) -> None:
             ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}

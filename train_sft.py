@@ -10,13 +10,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dataset.loader import EvalLoader, StepLoader
+from dataset.chat import ChatEncoder
+from dataset.loader import EvalLoader
 from dataset.mixture import mixed
 from dataset.packing import chat_rows
+from dataset.survey import profile, survey
 from dataset.tokenizer import load_tokenizer, require_matching, tokenizer_folder
 from dataset.tokens import Reading
 from dataset.variation import Variation
-from model.weights import save_model_folder, starting_model
+from model.weights import save_model_folder, starting_config, starting_model
 from trainer.optim import adamw
 from trainer.options import (
     MODEL_SIZES,
@@ -96,34 +98,50 @@ def options() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     """Train until the steps are done or a signal asks to stop; raises SystemExit with the code that says which."""
     with start_run(args, stage="sft") as run:
-        start = run.starting_folder()
-        tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_path, start))
-        mixture, held_out = mixed(
-            partial(
-                chat_rows,
-                val_fraction=args.val_fraction,
-                tokenizer=tokenizer,
+        reading = Reading(encoding=args.encoding, skip_bad_lines=args.skip_bad_lines or args.dry_run)
+        with run.part("weights"):
+            start = run.starting_folder()
+        with run.part("tokenizer"):
+            tokenizer = load_tokenizer(tokenizer_folder(args.tokenizer_path, start))
+        with run.part("model"):
+            config = starting_config(
+                start,
+                named(args, MODEL_SIZES),
+                vocab_size=tokenizer.vocab_size,
+                given=MODEL_SIZES & args.given,
                 max_seq_len=args.max_seq_len,
-                cache_dir=Path(args.cache_dir),
-                reading=Reading(encoding=args.encoding, skip_bad_lines=args.skip_bad_lines),
-                variation=Variation(args.seed, args.system_prompt_share, args.empty_think_share),
-                builds=run.first_here,
-            ),
-            args.data_path,
-            args.data_weights,
-            args.val_path,
-            args.seed,
-        )
+            )
+            require_matching(tokenizer, config.vocab_size, start)
+        with run.part("data"):
+            if args.dry_run and run.first_here:
+                paths = [*args.data_path, *(args.val_path or [])]
+                seen = survey(
+                    paths, ChatEncoder(tokenizer, args.max_seq_len, 0.0), reading, refuses=not args.skip_bad_lines
+                )
+                run.found(seen)
+            mixture, held_out = mixed(
+                partial(
+                    chat_rows,
+                    val_fraction=args.val_fraction,
+                    tokenizer=tokenizer,
+                    max_seq_len=args.max_seq_len,
+                    cache_dir=Path(args.cache_dir),
+                    reading=reading,
+                    variation=Variation(args.seed, args.system_prompt_share, args.empty_think_share),
+                    builds=run.first_here,
+                ),
+                args.data_path,
+                args.data_weights,
+                args.val_path,
+                args.seed,
+            )
+            if args.dry_run and run.first_here:
+                for source in mixture.sources:
+                    run.found(profile(source.stream, tokenizer, args.max_seq_len, seen))
+        run.require_parts()
         if run.ranks.is_first:
             print(*mixture.show(args.show_samples), sep="\n\n", end="")
-        model = starting_model(
-            start,
-            named(args, MODEL_SIZES),
-            vocab_size=tokenizer.vocab_size,
-            given=MODEL_SIZES & args.given,
-            max_seq_len=args.max_seq_len,
-        )
-        require_matching(tokenizer, model.config.vocab_size, start)
+        model = starting_model(start, config)
         share = {"rank": run.rank, "world_size": run.world_size, "batch_size": args.batch_size}
         loader = StepLoader(
             mixture,

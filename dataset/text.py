@@ -26,7 +26,7 @@ class TextWindows:
     """
 
     def __init__(self, stream: TokenStream, max_seq_len: int, keep_tail: bool = False):
-        self.tokens = stream.tokens
+        self.stream, self.tokens = stream, stream.tokens
         self.max_seq_len = max_seq_len
         self.documents = stream.documents
         self.text_bytes = stream.text_bytes

@@ -75,6 +75,7 @@ class TokenStream:
     sha256: str
     marks: np.memmap | None = None
     rows: np.ndarray | None = None
+    source_sha256: tuple[str, ...] = ()  # of the files, in their order
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ def _load(folder: Path, encoder: Encoder, sources: list[Source], aloud: bool = T
     dtype = {"H": "<u2", "I": "<u4"}[typecode(encoder.tokenizer)]
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        hashes = tuple(source["sha256"] for source in meta["sources"])
         streams = {}
         for split, stored in meta["streams"].items():
             tokens = np.memmap(folder / f"{split}.bin", dtype=dtype, mode="r")
@@ -173,8 +175,8 @@ def _load(folder: Path, encoder: Encoder, sources: list[Source], aloud: bool = T
                 rows = np.memmap(folder / f"{split}.{ROWS}", dtype="<u4", mode="r").reshape(-1, ROW_NUMBERS)
                 if len(marks) != len(tokens) or len(rows) != row_count:
                     raise ValueError(f"{split}.{MARKS} or {split}.{ROWS} has the wrong size")
-            streams[split] = TokenStream(tokens, **stored, marks=marks, rows=rows)
-        report, hashes = Report(**meta["report"]), tuple(source["sha256"] for source in meta["sources"])
+            streams[split] = TokenStream(tokens, **stored, marks=marks, rows=rows, source_sha256=hashes)
+        report = Report(**meta["report"])
         report.rename({old["path"]: now.path for old, now in zip(meta["sources"], sources, strict=True)})
         return TokenCache(folder, streams["train"], streams.get("val"), hashes, report)
     except FileNotFoundError:

@@ -175,25 +175,20 @@ def load_model(source: Path, num_attention_heads: int | None = None) -> GPT:
     return model
 
 
-def starting_model(
+def starting_config(
     source: Path | None, sizes: Mapping[str, object], *, vocab_size: int, given: Collection[str], max_seq_len: int
-) -> GPT:
-    """The model a run begins with: random weights in these sizes, or the architecture and weights of `source`.
+) -> GPTConfig:
+    """The architecture a run begins with, without its weights: that of `source`, a model folder or MiniMind file.
 
-    source: a model folder, or a MiniMind .pth file. sizes: fields of GPTConfig. given: those that the user asked for
-    by name; one that disagrees with the source, or rows longer than the model has positions for, is a ValueError.
-    Dropout is no part of the weights: sizes decides.
+    sizes: fields of GPTConfig. given: those that the user asked for by name; one that disagrees with the source, or
+    rows longer than the model has positions for, is a ValueError. Dropout is no part of the weights: sizes decides.
     """
     if source is None:
         positions = max(GPTConfig.max_position_embeddings, max_seq_len)
-        return GPT(GPTConfig(vocab_size=vocab_size, max_position_embeddings=positions, **sizes))
-    foreign = None
-    if source.is_file():
-        # No older file of MiniMind's holds the number of heads: there, what the user says is believed.
-        heads = sizes["num_attention_heads"] if "num_attention_heads" in given else None
-        saved, foreign = read_minimind(source, heads)
-    else:
-        saved = load_config(source)
+        return GPTConfig(vocab_size=vocab_size, max_position_embeddings=positions, **sizes)
+    # No older file of MiniMind's holds the number of heads: there, what the user says is believed.
+    heads = sizes["num_attention_heads"] if "num_attention_heads" in given else None
+    saved = read_minimind(source, heads)[0] if source.is_file() else load_config(source)
     config = replace(saved, dropout=sizes["dropout"])
     problems = [
         f"--{name} is {getattr(config, name)} there and {sizes[name]} here"
@@ -204,10 +199,17 @@ def starting_model(
         problems.append(f"it has {config.max_position_embeddings} positions, fewer than --max_seq_len {max_seq_len}")
     if problems:
         raise ValueError(f"{source} holds another model: {'; '.join(problems)}; leave these options out")
-    if foreign is None:
+    return config
+
+
+def starting_model(source: Path | None, config: GPTConfig) -> GPT:
+    """The model a run begins with: random weights, or those of `source`. config: of `starting_config`."""
+    if source is None:
+        return GPT(config)
+    if source.is_dir():
         return load_model_folder(source, config)
     model = GPT(config)
-    model.load_state_dict(foreign)
+    model.load_state_dict(read_minimind(source, config.num_attention_heads)[1])
     return model
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from model.gpt import GPT, GPTConfig
 from model.minimind import minimind_state, read_minimind
-from model.weights import load_model, starting_model
+from model.weights import load_model, starting_config, starting_model
 from tests.conftest import lively, train
 from trainer.checkpoint import load_tensors, resolve_weights
 
@@ -318,14 +318,15 @@ def test_export_is_strict_and_finite():
 
 def test_a_run_starts_from_a_file_with_its_architecture(tmp_path):
     path, wanted = save(tmp_path / "pretrain_64.pth", reference(2).state()), reference(2)
-    ours = starting_model(path, SIZES, vocab_size=VOCAB, given=(), max_seq_len=32)
+    ours = starting_model(path, starting_config(path, SIZES, vocab_size=VOCAB, given=(), max_seq_len=32))
     assert ours.config.dropout == 0.1
     assert distance(wanted, ours.eval()) < 1e-5
     sizes = SIZES | {"num_attention_heads": 16, "hidden_size": 64}
     given = ("num_attention_heads", "hidden_size")
-    assert starting_model(path, sizes, vocab_size=VOCAB, given=given, max_seq_len=32).config.head_dim == 4
+    config = starting_config(path, sizes, vocab_size=VOCAB, given=given, max_seq_len=32)
+    assert starting_model(path, config).config.head_dim == 4
     with pytest.raises(ValueError, match="hidden_size is 64 there and 512 here"):
-        starting_model(path, SIZES, vocab_size=VOCAB, given=("hidden_size",), max_seq_len=32)
+        starting_config(path, SIZES, vocab_size=VOCAB, given=("hidden_size",), max_seq_len=32)
 
 
 def test_training_goes_on_from_a_file(tmp_path, texts):

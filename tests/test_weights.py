@@ -13,7 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from model.gpt import GPT, GPTConfig
 from model.names import plain_names
-from model.weights import load_config, load_model_folder, load_weights_into, save_model_folder, starting_model
+from model.weights import (
+    load_config,
+    load_model_folder,
+    load_weights_into,
+    save_model_folder,
+    starting_config,
+    starting_model,
+)
 from tests.conftest import lively
 
 TINY = dict(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
@@ -200,7 +207,11 @@ def test_wrong_tensors_are_counted_and_named_and_nothing_is_loaded(folder):
 @pytest.mark.parametrize("value", [10**7, 10**12, 2**62, 10**30])
 def test_a_wild_size_is_refused_before_it_is_built(folder, name, value):
     rewrite(folder / "config.json", **{name: value * 4})
-    start = partial(starting_model, sizes={"dropout": 0.1}, vocab_size=97, given=(), max_seq_len=8)
+    config_of = partial(starting_config, sizes={"dropout": 0.1}, vocab_size=97, given=(), max_seq_len=8)
+
+    def start(folder):
+        return starting_model(folder, config_of(folder))
+
     for load in (load_model_folder, start):
         started = time.monotonic()
         with pytest.raises(ValueError, match=str(folder)) as refusal:

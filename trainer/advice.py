@@ -53,10 +53,10 @@ def announce(
     alone_on_gpu = ranks.device.type == "cuda" and "RANK" not in os.environ
     saves = math.ceil((plan.total_steps - step) / checkpoint_interval)
     foreseen = (
-        crowded_cpus(cpus(), int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)), workers),
+        crowded_cpus(cpus(), ranks.local_world_size, workers),
         idle_gpus(torch.cuda.device_count(), 1) if alone_on_gpu else None,
         slow_bfloat16(ranks.device.type, str(environment["dtype"]), cpu_has_bfloat16()),
-        short_disk(shutil.disk_usage(run_dir).free, size, keep, len(step_folders(run_dir)), saves),
+        short_disk(free_disk(run_dir), size, keep, len(step_folders(run_dir)), saves),
         few_steps(plan.total_steps, plan.samples, plan.epochs, plan.global_batch) if plan.max_steps is None else None,
     )
     for line in filter(None, foreseen):
@@ -120,6 +120,12 @@ def slow_bfloat16(device: str, dtype: str, has_bfloat16: bool) -> str | None:
     if device != "cpu" or dtype != "bfloat16" or has_bfloat16:
         return None
     return "this CPU has no bfloat16 and is about ten times slower in it; give --dtype float32"
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes free where a folder lies, or will lie once it is made."""
+    there = next(place for place in (folder.resolve(), *folder.resolve().parents) if place.exists())
+    return shutil.disk_usage(there).free
 
 
 def short_disk(free: int, size: int, keep: int, there: int, saves: int) -> str | None:

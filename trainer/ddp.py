@@ -44,6 +44,11 @@ class Ranks:
         return self.rank == 0
 
     @property
+    def local_world_size(self) -> int:
+        """Ranks on this machine, as torchrun says; without it all of them."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+
+    @property
     def collectives(self) -> str:
         """Library that moves the gradients."""
         return "nccl" if self.device.type == "cuda" else "gloo"

@@ -1,8 +1,10 @@
 """How much memory a process holds, and how much of what there is that makes."""
 
+import contextlib
 import os
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -77,25 +79,45 @@ def host_memory_share(root: Path = Path("/")) -> float | None:
     root: of the file system, for tests. The container's is that of cgroup v2 as seen from inside, or v1's.
     """
     shares = []
-    try:
-        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-        numbers = {name: int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in lines)}
+    with contextlib.suppress(OSError, KeyError, ValueError, IndexError):
+        numbers = _meminfo(root)
         shares.append(1 - numbers["MemAvailable"] / numbers["MemTotal"])
-    except (OSError, KeyError, ValueError, IndexError):
-        pass
+    shares += [held / most for most, held in _containers(root) if most]
+    return max(shares, default=None)
+
+
+def _meminfo(root: Path) -> dict[str, int]:
+    """Numbers of /proc/meminfo, in KiB."""
+    lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+    return {name: int(rest.split()[0]) for name, rest in (line.split(":", 1) for line in lines)}
+
+
+def _containers(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, in use) of this container, in bytes; nothing where it has none."""
     for folder, limit, used, cache in (
         ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
         ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        try:
-            most = int((root / folder / limit).read_text(encoding="ascii"))  # "max" where there is no limit
+        # "max", which is no number, where there is no limit.
+        with contextlib.suppress(OSError, ValueError):
+            most = int((root / folder / limit).read_text(encoding="ascii"))
             held = int((root / folder / used).read_text(encoding="ascii"))
             lines = (root / folder / "memory.stat").read_text(encoding="ascii").splitlines()
-            held -= dict(map(int_pair, lines)).get(cache, 0)  # files read before, which the kernel lets go first
-            shares.append(held / most)
-        except (OSError, ValueError, ZeroDivisionError):
-            continue
-    return max(shares, default=None)
+            # Files that were only read are what the kernel lets go first.
+            yield most, held - dict(map(int_pair, lines)).get(cache, 0)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that can still be taken: of the GPU, or of the machine or container; None where no one says."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        numbers = _meminfo(Path("/"))
+    except (OSError, ValueError, IndexError):
+        return None
+    left = [numbers["MemAvailable"] * 1024] if "MemAvailable" in numbers else []
+    left += [most - held for most, held in _containers(Path("/"))]
+    return min(left, default=None)
 
 
 def int_pair(line: str) -> tuple[str, int]:

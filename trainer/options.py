@@ -111,6 +111,13 @@ def add_run_options(
         help="share by which the loss may exceed its recent level; above it for three steps, the run goes back to the "
         "last stable checkpoint and leaves out the data between (0: off)",
     )
+    add_switch(
+        run,
+        "--dry_run",
+        default=False,
+        help="check data, tokenizer, weights, memory and disk, try a few steps, tell all problems at once, and leave the "
+        "run folder as it is (the token cache is built, for the run to use)",
+    )
     run.add_argument("--log_interval", type=int, default=log_interval, help="optimizer steps between log lines")
     run.add_argument(
         "--eval_interval",

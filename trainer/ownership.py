@@ -137,6 +137,16 @@ def claim(run_dir: Path, wait_seconds: float = 15.0, stale_seconds: float = 60.0
         raise _unusable(run_dir, error) from error
 
 
+def in_use_by(run_dir: Path) -> str | None:
+    """Who owns a run folder now, without asking for it; None where nobody does, as far as this machine can tell."""
+    record = _read_record(run_dir / "owner.json")
+    if record is None:
+        return None
+    if record["machine"] == _machine() and not os.path.exists(f"/proc/{record['pid']}"):
+        return None
+    return f"process {record['pid']} on {record['host']}, since {record['since']}"
+
+
 def begin_anew(owner: Owner) -> Owner:
     """Rename the owned folder to `<run_dir>.old-N` if it holds a run; return the owner of the folder to use.
 

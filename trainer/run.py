@@ -74,7 +74,7 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
     stop, interrupted = StopFlag(), False
     stop.arm()
     try:
-        run = Run(args, stage, stop)
+        run = _kind_of_run(args)(args, stage, stop)
         yield run
         code, reason = run.outcome()
         run.ranks.disconnect()
@@ -101,6 +101,8 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
             stop.disarm()
             time.sleep(FIRST_SPEAKS_SECONDS)
         code, reason = HOPELESS if isinstance(problem, ValueError) else 1, str(problem)
+        if run is not None:
+            reason = run.with_problems(reason)
         log.error("%s", _ending(reason, code))
     except Exception as problem:
         if stop.received is None or (run is not None and run.training):
@@ -117,6 +119,14 @@ def start_run(args: argparse.Namespace, stage: str) -> Iterator["Run"]:
     leave(code, interrupted)
     if code:
         raise SystemExit(code)
+
+
+def _kind_of_run(args: argparse.Namespace) -> type["Run"]:
+    if not args.dry_run:
+        return Run
+    from trainer.preflight import DryRun  # builds on this module
+
+    return DryRun
 
 
 def _stopped_early(stop: StopFlag) -> tuple[int, str]:
@@ -160,15 +170,31 @@ class Run:
         if reason := gave_up_before(self.dir, HOPELESS):
             raise ValueError(f"an earlier attempt of this launch has given up: {reason}")
         if self.ranks.is_first:
-            self.owner = claim(self.dir)
-            (self.dir / "exit.json").unlink(missing_ok=True)  # that of an earlier start
             for note in args.notes:
                 log.warning("%s", note)
-        self.monitor = Monitor(self.dir if self.ranks.is_first else None)
+        self._own_folder()
+        self.monitor = Monitor(self.dir if self.owner else None)
         torch.manual_seed(args.seed)
         if args.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+
+    def _own_folder(self) -> None:
+        """Become the one who writes into the run folder; for the first rank."""
+        if self.ranks.is_first:
+            self.owner = claim(self.dir)
+            (self.dir / "exit.json").unlink(missing_ok=True)  # that of an earlier start
+
+    def part(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Where a training script prepares something that can be wrong. A dry run goes on behind it, to find more."""
+        return contextlib.nullcontext()
+
+    def with_problems(self, reason: str) -> str:
+        """Why the run ends, with whatever a dry run has found before."""
+        return reason
+
+    def require_parts(self) -> None:
+        """After the last part: a dry run ends here where one is missing."""
 
     def starting_folder(self) -> Path | None:
         """Where the model's architecture and first weights come from: --from_weight's folder; None for "none".
@@ -239,7 +265,7 @@ class Run:
             interval=args.eval_interval,
             given_weights=self._given_weights is not None,
         )
-        options = {k: v for k, v in vars(args).items() if k not in ("given", "notes", "command")}
+        options = {k: v for k, v in vars(args).items() if k not in ("given", "notes", "command", "dry_run")}
         names = ("max_seq_len", "epochs", "max_steps", "learning_rate", "base_batch_size", "lr_scaling", "lr_schedule")
         # Ranks that disagree on what comes when would wait for one another for ever, or mix two data sets.
         rhythm = ("warmup_steps", "eval_interval", "checkpoint_interval", "log_interval", "spike_threshold")
@@ -251,7 +277,7 @@ class Run:
         if self.owner is not None:
             newest = max(map(checkpoint_step, step_folders(self.dir)), default=0)
             self.attempts = Attempts(self.dir, newest, is_automatic())
-        found = find_newest(self.dir, self.ranks)
+        found = self._find_newest()
         if found:
             saved = lineage.read_saved(step_folder(self.dir, found))
             loader.global_batch = lineage.global_batch(saved, options, loader.global_batch)
@@ -289,10 +315,15 @@ class Run:
         state = self._leave_out_poison(self.snapshots.restore(self.backend))
         if self.ranks.is_first:
             self._announce(state)
+            self._open_sinks(state)
         return self._begin(state)
 
+    def _find_newest(self) -> int:
+        """Step of the checkpoint to go on from; 0 without one. A collective."""
+        return find_newest(self.dir, self.ranks)
+
     def _announce(self, state: TrainState) -> None:
-        """Say what is about to happen, write down the options, and open the sinks."""
+        """Say what is about to happen."""
         args, plan, snapshots = self.args, self.plan, self.snapshots
         advice.announce(
             self.dir,
@@ -306,6 +337,10 @@ class Run:
             checkpoint_interval=args.checkpoint_interval,
             keep=args.keep_checkpoints,
         )
+
+    def _open_sinks(self, state: TrainState) -> None:
+        """Write down the options, and open whatever takes the run's numbers."""
+        args, plan, snapshots = self.args, self.plan, self.snapshots
         write_json(self.dir / "options.json", snapshots.options)
         kind = "resumed" if state.step else "started"
         self.monitor.event(kind, step=state.step, command=args.command, environment=snapshots.environment)

@@ -99,7 +99,7 @@ class Snapshots:
                 for line in lineage.changes_to_mention(saved, self.options, self.environment):
                     log.warning("%s", line)
                 self._report_budget(saved.step_seconds, saved.save_seconds)
-        if self.ranks.is_first:
+        if self.owner is not None:
             cut_metrics(self.run_dir / "metrics.jsonl", state.step, state.validated_step)
             # Also here: a full disk may have no room for the next save before the old ones are gone.
             prune(self.run_dir, self.keep, self._pinned(state))
