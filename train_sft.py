@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from dataset.chat import ChatEncoder
-from dataset.loader import EvalLoader
+from dataset.loader import EvalLoader, StepLoader
 from dataset.mixture import mixed
 from dataset.packing import chat_rows
 from dataset.survey import profile, survey
