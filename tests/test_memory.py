@@ -3,15 +3,21 @@
 import json
 import logging
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import TINY, train
+from model.gpt import GPT, GPTConfig
+from tests.conftest import ROOT, TINY, train
 from trainer import memory
 from trainer.advice import full_memory
+from trainer.estimate import block_bytes
 from trainer.profiling import combined
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def test_resident_memory_follows_what_the_process_takes_and_gives_back() -> None:
@@ -100,3 +106,76 @@ def test_a_run_logs_its_memory_and_warns_once(tmp_path: Path, texts: Path, monke
     assert train(*options, "--out_dir", tmp_path / "full") == 0
     (warning,) = [message for message in caplog.messages if "85% of the machine's memory" in message]
     assert "--batch_size 1 --gradient_accumulation_steps 2 keeps the global batch" in warning
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("more", [{}, {"qk_norm": True}, {"num_key_value_heads": 4}, {"dropout": 0.1}])
+def test_the_activations_of_a_layer_are_those_that_autograd_keeps(dtype: str, more: dict) -> None:
+    def kept(layers: int) -> tuple[int, GPT]:
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(hidden_size=64, num_hidden_layers=layers, **HEADS | more))
+        weights, storages = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            # Copies of weights in half precision are counted apart.
+            if tensor.untyped_storage().data_ptr() not in weights and tensor.numel() >= tokens.numel():
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"),
+        ):
+            model(tokens, tokens)
+        return sum(storage.nbytes() for storage in storages.values()), model
+
+    tokens = torch.zeros(64, 512, dtype=torch.long)
+    (one, _), (two, model) = kept(1), kept(2)
+    element = 4 if dtype == "float32" else 2
+    assert two - one == tokens.numel() * block_bytes(model.config, element)
+
+
+MEASURE = """
+import json, sys
+from functools import partial
+import torch
+from model.gpt import GPT, GPTConfig
+from trainer import estimate, memory
+from trainer.backends import Step
+from trainer.ddp import DataParallel, Ranks, choose_device
+from trainer.optim import adamw
+
+hidden, layers, batch, time, accumulation, dtype = json.loads(sys.argv[1])
+torch.set_num_threads(1)
+ranks = Ranks(0, 0, 1, choose_device("cpu", 0))
+memory.forget_peak()
+before = memory.resident_bytes()
+model = GPT(GPTConfig(hidden_size=hidden, num_hidden_layers=layers))
+settings = dict(dtype=dtype, grad_clip=1.0, seed=0, compile=False, bucket_cap_mb=25, find_unused_parameters=False)
+backend = DataParallel(model, partial(adamw, weight_decay=0.1), ranks, **settings)
+for number in range(4):
+    rows = [torch.randint(0, 6400, (batch, time)) for _ in range(accumulation)]
+    step = Step(number, [{"input_ids": row, "targets": row} for row in rows], [0] * accumulation, 1)
+    for micro_batch in backend.micro_batches(step):
+        backend.backward(backend.loss_sum(micro_batch))
+    backend.step()
+count = backend.parameter_count
+guess = estimate.estimate_memory(
+    model.config, parameters=count, trained=count, batch_size=batch, seq_len=time, accumulation=accumulation,
+    world_size=1, dtype=dtype, activation_checkpointing=False, packed=False, on_gpu=False,
+)
+print(json.dumps([guess.total + estimate.FIRST_USE, memory.peak_resident_bytes() - before]))
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "case",
+    [[128, 4, 8, 256, 1, "float32"], [256, 4, 16, 256, 2, "bfloat16"], [512, 8, 2, 256, 1, "float32"]],
+    ids=["1.6M", "4.5M", "26M"],
+)
+def test_the_estimate_is_within_15_percent_of_what_training_adds_to_the_process(case: list) -> None:
+    result = subprocess.run([sys.executable, "-c", MEASURE, json.dumps(case)], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    guess, measured = json.loads(result.stdout)
+    assert guess == pytest.approx(measured, rel=0.15)

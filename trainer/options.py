@@ -115,7 +115,7 @@ def add_run_options(
         run,
         "--dry_run",
         default=False,
-        help="check data, tokenizer, weights, memory and disk, try a few steps, tell all problems at once; the run folder "
+        help="check data, tokenizer, weights, memory and disk, try a few steps, tell all problems; the run folder "
         "stays as it is (the token cache is built, for the run to use)",
     )
     run.add_argument("--log_interval", type=int, default=log_interval, help="optimizer steps between log lines")
