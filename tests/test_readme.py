@@ -49,6 +49,7 @@ NOT_RUN = {
     "bash scripts/test.sh ...": "it is what runs this test",
     "source .venv/bin/activate": "for the reader's own shell",
     "python train_pretrain.py": "7.5 GB of memory; the same with a smaller model is run",
+    "python train_pretrain.py --dry_run ...": "tests/test_dry_run.py makes dry runs",
     "python train_pretrain.py --help": "parsing the others builds it",
     "python -m scripts.launch": "part of a command",
     "python -m scripts.launch --nproc_per_node 8 train_pretrain.py": "eight processes; tests/test_survival.py runs two",
