@@ -123,6 +123,7 @@ def lines(estimate: Estimate, resident: int, on_gpu: bool) -> Iterator[str]:
     if on_gpu:
         yield f"memory of a rank's GPU, estimated (never measured on a GPU): {estimate.line()}"
         return
-    process = (resident + FIRST_USE) / GIB
-    yield f"memory of a rank, estimated: {process + estimate.total / GIB:.2f} GiB = {process:.2f} the process itself + "
-    yield f"  its tensors: {estimate.line()}"
+    process = resident + FIRST_USE
+    whole = (process + estimate.total) / GIB
+    yield f"memory of a rank, estimated: {whole:.2f} GiB, {process / GIB:.2f} of it the process itself"
+    yield f"its tensors at the peak of a step, estimated: {estimate.line()}"
