@@ -6,7 +6,7 @@ from typing import Protocol
 
 GIB = 1 << 30
 # What torch's own libraries and their first use take beside the tensors of a run, and what glibc's heap keeps in holes
-# between blocks of unequal size, as a share of the activations: 0.45 to 0.8 in nine models of 0.4 to 26 million
+# between blocks of unequal size, as a share of the activations: 0.45 to 0.8 in six models of 0.4 to 26 million
 # parameters (see tests/test_memory.py for three of them). Both on a CPU under Linux.
 FIRST_USE = 95 << 20
 HELD_SHARE = 0.65
